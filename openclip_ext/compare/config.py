@@ -22,7 +22,7 @@ from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
 from openclip_ext.training.checks import check, check_device
 from openclip_ext.training.config import RunPlan
-from openclip_ext.training.parser import add_flag, add_loss_flags, import_losses, take_loss_options
+from openclip_ext.training.parser import add_flag, add_loss_flags, chosen, import_losses, take_loss_options
 from openclip_ext.training.plan import resolve
 
 # Python names of the training flags that compare accepts with the same meaning. It rejects other training flags.
@@ -98,10 +98,16 @@ def parse(argv: list[str]) -> tuple[CompareConfig, RunPlan]:
     return config, found
 
 
+# Learning rate of --config finetune. The default of --lr is for training from scratch.
+_FINE_TUNING_LR = "1e-5"
+
+
 def _training_config(shards: str, argv: Sequence[str]) -> RunPlan:
     """Return the configuration of the training runs; raise UsageError for flags that compare does not accept."""
-    if any(word.split("=")[0] == "--recipe" for word in argv):
+    if chosen([*argv], "--recipe") is not None:
         raise UsageError("--recipe is for one loss and a paper's run length, but compare tunes each loss; remove it")
+    if chosen([*argv], "--pretrained") is not None and chosen([*argv], "--lr") is None:
+        argv = ["--lr", _FINE_TUNING_LR, *argv]
     typed, defaults = (flags.parse(["--train-data", shards, *given]) for given in (argv, ()))
     for name, value in typed.flags.items():
         if name not in _USED_FLAGS.split() and value != defaults.flags[name]:

@@ -131,6 +131,52 @@ def load_run(
     )
 
 
+def load_public(
+    model: str | None,
+    pretrained: str,
+    spec: DataSpec,
+    folder: Path,
+    device: torch.device | str = "cpu",
+    workers: int | None = None,
+    batch_size: int | None = None,
+) -> FinishedRun:
+    """Return a model that has not been trained on the data, as if it were a run with OpenCLIP's loss.
+
+    Args:
+        model, pretrained: Arguments of ``open_model``.
+        spec: The data.
+        folder: Folder for results.
+        device, workers, batch_size: See :func:`add_run_arguments`.
+    """
+    device, batch_size = torch.device(device), batch_size or 128
+    opened = open_model(pretrained, model, heads=False)
+    source = build_source(spec)
+    loader = EvalLoader(
+        source,
+        preprocess=opened.transform,
+        tokenizer=opened.tokenizer,
+        batch_size=batch_size,
+        workers=2 if workers is None else workers,
+    )
+    with torch.no_grad():
+        width = opened.model.encode_text(opened.tokenizer(["a"])).shape[-1]
+    loss = registry.create_loss("openclip", embed_dim=width, num_samples=source.num_samples)
+    return FinishedRun(
+        folder=folder,
+        checkpoint=Path(f"{opened.name}-{opened.weights_sha256[:16]}"),
+        step=0,
+        samples_seen=0,
+        loss_name="openclip",
+        loss=loss.to(device).eval(),
+        encoder=opened.encoder(device, autocast="fp32"),
+        source=source,
+        loader=loader,
+        embed_dim=width,
+        global_batch=batch_size,
+        device=device,
+    )
+
+
 def _training_data(spec: DataSpec, moved_to: str | None, preprocess: Any, identity: Mapping[str, Any]) -> Source:
     """Return a run's training data. Raise UsageError if the data are missing, or if they are not the run's data."""
     fix = "give the run's training data with --train-data"
@@ -163,7 +209,9 @@ def embed_training_set(run: FinishedRun, folder: Path | None = None) -> Embeddin
     if folder is None:
         return run.encoder.embed(progress, run.source.num_samples)
     shape = [run.source.num_samples, run.embed_dim]
-    of = {"model": checksum(run.checkpoint), "data": run.source.digest, "shape": shape}
+    # The name of a public model contains a digest of its weights.
+    model = checksum(run.checkpoint) if run.checkpoint.is_file() else run.checkpoint.name
+    of = {"model": model, "data": run.source.digest, "shape": shape}
     about_file = folder / ABOUT
     about = json.loads(about_file.read_text()) if about_file.is_file() else {}
     if about.get("of") == of and all((folder / name).is_file() for name in TABLES):

@@ -2,14 +2,21 @@
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from openclip_ext.checkpoint.format import load_model_file
+from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.evaluation.models import OpenedModel, flags_of_run
+from openclip_ext.evaluation.models import OpenedModel, flags_of_run, open_model, options_of_run
 from openclip_ext.losses.heads import stored_heads
+
+# Key in a model file for the weight of the trained weights.
+WEIGHT_KEY = "interpolate"
 
 
 def share(text: str) -> float:
@@ -25,6 +32,18 @@ def shares(text: str) -> list[float]:
     return [share(part) for part in text.split(",")]
 
 
+def mixed(initial: Mapping[str, Tensor], trained: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
+    """Return ``(1 − weight) · initial + weight · trained``: parameters and BatchNorm statistics, float32 on the host.
+
+    Tensors of integers are those of ``trained``. For adapters that are merged into ``trained``, ``weight`` multiplies the
+    adapters.
+    """
+    return {
+        name: torch.lerp(initial[name].float(), value.cpu().float(), weight) if value.is_floating_point() else value
+        for name, value in trained.items()
+    }
+
+
 def mixes(opened: OpenedModel, weights: Sequence[float]) -> Iterator[OpenedModel]:
     """Yield the model with the weights (1 − α) · initial + α · trained, for each α (WiSE-FT, Wortsman et al. 2022).
 
@@ -34,19 +53,17 @@ def mixes(opened: OpenedModel, weights: Sequence[float]) -> Iterator[OpenedModel
     Raises:
         UsageError: The checkpoint is not of such a run, is a mix already, or has projection heads.
     """
-    # The training program is needed only here, and takes seconds to import.
-    from openclip_ext.training.config import model_config
-    from openclip_ext.training.interpolation import WEIGHT_KEY, initial_model, mixed
-
     path = Path(opened.checkpoint)
     flags = flags_of_run(path)
-    if not flags or not (settings := model_config(flags)).weights:
+    if not flags.get("pretrained") and not flags.get("model", "").startswith(("local-dir:", "hf-hub:")):
         raise UsageError("--interpolate: the run did not start from pretrained weights (--pretrained)")
     if (chosen := load_model_file(path, mmap=True).get(WEIGHT_KEY)) is not None:
         raise UsageError(f"--interpolate: {path.name} is a mix of weights already (α = {chosen:g}). Remove the flag")
     if stored_heads(path) is not None:
         raise UsageError(f"--interpolate: {path.name} has projection heads, which do not mix. Remove the flag")
-    initial = initial_model(settings).state_dict()
+    with without_warnings():
+        start = open_model(flags.get("pretrained") or None, flags["model"], heads=False, **options_of_run(str(path)))
+    initial = start.model.state_dict()
     trained = {name: value.cpu().clone() for name, value in opened.model.state_dict().items()}
     for weight in weights:
         opened.model.load_state_dict(mixed(initial, trained, weight))

@@ -16,7 +16,7 @@ from openclip_ext.checkpoint.finding import checkpoint_file
 from openclip_ext.checkpoint.format import read
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.evaluation.mixes import mixes, share
+from openclip_ext.evaluation.mixes import WEIGHT_KEY, mixes, share
 from openclip_ext.evaluation.models import open_model, weights_digest
 from openclip_ext.evaluation.report.curves import plot
 from openclip_ext.evaluation.run_folder import read_config
@@ -28,7 +28,6 @@ from openclip_ext.files.writing import output_path, write_text
 from openclip_ext.losses.heads import stored_heads
 from openclip_ext.training.config import ModelConfig
 from openclip_ext.training.config import model_config as training_model_config
-from openclip_ext.training.interpolation import WEIGHT_KEY
 from openclip_ext.training.model import MODEL_CONFIG
 
 FORMATS = {"safetensors": "for OpenCLIP", "hf": "for OpenCLIP and transformers"}

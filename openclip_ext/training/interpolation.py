@@ -8,9 +8,9 @@ from typing import Any
 
 import open_clip
 import torch
-from torch import Tensor
 
 from openclip_ext.cli import command_line
+from openclip_ext.evaluation.mixes import WEIGHT_KEY, mixed
 from openclip_ext.files.json_lines import dumps
 from openclip_ext.files.writing import write_atomically, write_text
 from openclip_ext.training.config import ModelConfig
@@ -20,8 +20,6 @@ from openclip_ext.training.validation import Scheduled, Score, ScoredTask
 ALPHAS = tuple(tenths / 10 for tenths in range(11))
 # Files of a run folder: the chosen model and the scores of all mixes.
 MODEL_FILE, SCORES_FILE = "checkpoints/interpolated.pt", "interpolation.json"
-# Key in a model file for the weight of the trained weights.
-WEIGHT_KEY = "interpolate"
 
 
 def initial_model(settings: ModelConfig) -> Any:
@@ -29,18 +27,6 @@ def initial_model(settings: ModelConfig) -> Any:
     with command_line.without_warnings():
         initial, *_ = replace(settings, precision="fp32").create(torch.device("cpu"))
     return initial
-
-
-def mixed(initial: Mapping[str, Tensor], trained: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
-    """Return ``(1 − weight) · initial + weight · trained``: parameters and BatchNorm statistics, float32 on the host.
-
-    Tensors of integers are those of ``trained``. For adapters that are merged into ``trained``, ``weight`` multiplies the
-    adapters.
-    """
-    return {
-        name: torch.lerp(initial[name].float(), value.cpu().float(), weight) if value.is_floating_point() else value
-        for name, value in trained.items()
-    }
 
 
 @dataclass(frozen=True)

@@ -521,6 +521,15 @@ def test_runs_from_other_weights_in_the_same_file_are_not_reused(data):
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.parametrize(("more", "rate"), [([], 5e-4), (["--pretrained"], 1e-5), (["--pretrained", "--lr"], 3e-4)])
+def test_a_pretrained_model_has_the_learning_rates_of_fine_tuning(data, more, rate):
+    (data / "start.pt").write_bytes(b"a")
+    given = [word for word in arguments(data) if word not in ("--lr", "1e-3")]
+    values = {"--pretrained": str(data / "start.pt"), "--lr": "3e-4"}
+    _, training = parse([*given, *(word for flag in more for word in (flag, values[flag]))])
+    assert training.optimizer.lr == rate
+
+
 def test_runs_of_a_users_own_loss_in_a_changed_file_are_not_reused(compared, tmp_path, monkeypatch):
     file, found = tmp_path / "own.py", []
     monkeypatch.setitem(sys.modules, "own", SimpleNamespace(__file__=str(file)))

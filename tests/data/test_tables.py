@@ -157,7 +157,7 @@ def test_shards_of_a_table_have_its_samples(write, tmp_path, capsys):
     table, folder = write(tmp_path), tmp_path / "shards"
     shards.main([table, str(folder), "--samples", "8"])
     assert f"'{folder}/*.tar'" in capsys.readouterr().out
-    expected, found = (build_source(DataSpec(data), str) for data in (table, f"{folder}/*.tar"))
+    expected, found = (build_source(DataSpec(data)) for data in (table, f"{folder}/*.tar"))
     assert found.num_samples == expected.num_samples and len([*folder.glob("*.tar")]) > 1
     for index in range(found.num_samples):
         (image, caption), (other, text) = (one.decode(one.read_one(index), decode_image) for one in (expected, found))
@@ -177,7 +177,7 @@ def test_shards_keep_all_captions_and_leave_out_bad_rows(tmp_path, capsys):
     shards.main([str(tmp_path / "pairs.parquet"), str(tmp_path / "out"), "--csv-caption-key", "captions"])
     shown = capsys.readouterr().out
     assert "1 rows are left out" in shown and "--draw-captions" in shown
-    source = build_source(DataSpec(f"{tmp_path}/out/*.tar", caption_key="json:captions"), str)
+    source = build_source(DataSpec(f"{tmp_path}/out/*.tar", caption_key="json:captions"))
     assert source.num_samples == ROWS - 1
     decoded = [
         [source.decode(source.read_one(index), decode_image, draw)[1] for draw in (0, 1)] for index in range(ROWS - 1)

@@ -1,9 +1,11 @@
 """``openclip-ext inspect``: its categories, compared with a naive computation, its files, and training on the kept samples."""
 
 import csv
+import io
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import tarfile
@@ -49,7 +51,7 @@ def naive_pairs(embeddings: Embeddings, anchors: list[int], limits: Thresholds) 
     x, y = embeddings.image.double(), embeddings.text.double()
     own = [float(x[i] @ y[i]) for i in range(ROWS)]
     floor = np.quantile(own, limits.false_negative_quantile)
-    found: dict[str, dict] = {name: {} for name in PAIRS}
+    found: dict[str, dict] = {name: {} for name in PAIRS if name != "copies"}
     for i in range(ROWS):
         for j in range(i + 1, ROWS):
             if i not in anchors and j not in anchors:
@@ -89,7 +91,7 @@ def test_every_category_is_the_naive_one(monkeypatch, chunks, anchors):
     embeddings = make_embeddings()
     difficulty = torch.randn(len(anchors), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = find(embeddings, torch.tensor(anchors), difficulty, LOOSE, CPU)
-    assert found.keys() == DEFINITIONS.keys()
+    assert found.keys() == DEFINITIONS.keys() - {"copies"}
     for name, expected in naive_pairs(embeddings, anchors, LOOSE).items():
         assert 0 < found[name].count == len(expected), name
         assert as_dict(found[name]) == pytest.approx(expected, abs=1e-5)
@@ -117,7 +119,7 @@ def test_all_pairs_are_counted_and_the_most_similar_listed(monkeypatch):
     for start in embeddings.image[:9].clone():  # float32 products round some of these embeddings differently
         embeddings.image[:], embeddings.text[:] = start, start.flip(0)
         tied = find(embeddings, everything, torch.zeros(ROWS), exact, CPU)
-        for name in PAIRS:
+        for name in {*PAIRS} - {"copies"}:
             assert tied[name].count == ROWS * (ROWS - 1) // 2 and len(as_dict(tied[name])) == 4, name
             assert all(first < second for first, second in as_dict(tied[name]))
 
@@ -225,6 +227,56 @@ def test_the_program_lists_what_it_finds_with_shard_and_key(inspected, trained, 
         assert section.count('class="card"') == min(4, len(category["found"]))
 
 
+def test_copies_are_a_list_of_their_own_and_the_least_certain_pairs_are_shown(shards, tmp_path, caplog):
+    """Six samples are stored twice. With loose thresholds, many other pairs count as duplicates."""
+    with tarfile.open(tmp_path / "0.tar", "w") as copied:
+        for path in sorted(Path(shards).parent.glob("*.tar")):
+            with tarfile.open(path) as archive:
+                for member in archive:
+                    copied.addfile(member, archive.extractfile(member))
+        with tarfile.open(sorted(Path(shards).parent.glob("*.tar"))[0]) as archive:
+            for member in archive.getmembers()[: 6 * 3]:
+                member.name, content = f"copy{member.name}", archive.extractfile(member).read()
+                copied.addfile(member, io.BytesIO(content))
+    assert run(command(str(tmp_path / "0.tar"), tmp_path, "run", "fastclip")) == 0
+    loose = ["--duplicate-image", "0.3", "--duplicate-caption", "0.3", "--show", "4"]
+    written = ["--leave-out", "copies,duplicates", "--write-manifest", str(tmp_path / "fewer.json")]
+    inspect.main([str(tmp_path / "run"), *loose, *written])
+    folder = tmp_path / "run" / "inspect" / "epoch_2"
+    found = {name: of["found"] for name, of in json.loads((folder / "found.json").read_text())["categories"].items()}
+    copies = [[first, second] for first, second, _ in sorted(found["copies"])]
+    assert copies == [[index, NUM_SAMPLES + index] for index in range(6)]
+    near = [pair for name in ("duplicates", "duplicate-images") for *pair, _ in found[name]]
+    assert len(near) > 10 and not [pair for pair in near if pair in copies]
+    page = (folder / "index.html").read_text()
+    section = page[page.index('id="duplicates"') :].partition("</details>")[0]
+    values = [f"{value:.3f}" for *_, value in found["duplicates"]]
+    assert re.findall(r"cosine similarity (-?[0-9.]+)", section) == values[:2] + values[-2:]
+    assert "--leave-out excludes" in caplog.text
+
+
+def test_a_public_model_is_inspected_before_any_training(trained, shards, tmp_path):
+    """The weights of a run, taken as a public model, find the same pairs as the run."""
+    flags = ["--duplicate-image", "0.9", "--duplicate-caption", "0.9"]
+    inspect.main([str(trained), *flags, "--output", str(tmp_path / "run")])
+    weights = trained / "checkpoints" / "epoch_2.pt"
+    copied = str(shutil.copy(weights, tmp_path / "weights.pt"))
+    public = [shards, "--model", "demo-vit", "--pretrained", copied, *flags]
+    with pytest.raises(UsageError, match="--output"):
+        inspect.main(public)
+    written = ["--leave-out", "duplicates", "--write-manifest", str(tmp_path / "fewer.json")]
+    for _ in range(2):  # the second call reuses the embeddings
+        inspect.main([*public, "--output", str(tmp_path / "public"), *written])
+    expected, found = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("run", "public"))
+    for name in (*PAIRS, "misfit-captions", "misfit-images"):
+        assert found["categories"][name]["count"] == expected["categories"][name]["count"], name
+    left_out = Manifest.load(tmp_path / "fewer.json").left_out
+    assert {*left_out.tolist()} == {*left_out.tolist()} & {
+        pair[1] for pair in found["categories"]["duplicates"]["found"]
+    }
+    assert len(left_out) or not found["categories"]["duplicates"]["count"]
+
+
 def test_captions_are_cut_as_in_training(tmp_path):
     (tmp_path / "rows.csv").write_text(f"filepath,title\nimage.png,{'a' * 5000}\n")
     source = CsvSource(str(tmp_path / "rows.csv"), "filepath", "title", ",")
@@ -317,6 +369,6 @@ def test_wrong_arguments_are_refused(trained, shards, tmp_path, capsys):
             inspect.main([str(trained), *words])
     with pytest.raises(SystemExit):
         inspect.main([str(trained), "--leave-out", "dups"])
-    assert "--leave-out: " in (error := capsys.readouterr().err) and "expected one or more of duplicates" in error
+    assert "--leave-out: " in (error := capsys.readouterr().err) and "expected one or more of" in error
     with held(tmp_path / "both"), pytest.raises(ValueError, match=r"another process writes into .*both"):
         inspect.main([str(trained), "--output", str(tmp_path / "both")])

@@ -74,7 +74,7 @@ def test_rows_are_the_models_and_those_of_bad_samples_zero(whole, command, tiny)
     assert written(whole).keys() == {"images.npy", "texts.npy", "embeddings.json", "keys.csv"}
     with (whole / "keys.csv").open() as file:
         names = {int(line["index"]): line for line in csv.DictReader(file)}
-    source = build_source(DataSpec(command(whole)[0]), tiny.transform)
+    source = build_source(DataSpec(command(whole)[0]))
     assert names.keys() == {*range(25)} - {*BAD}
     for index, line in names.items():
         assert (line["key"], line["caption"]) == source.describe(source.read_one(index))
@@ -188,7 +188,7 @@ def search(capsys, *arguments: object) -> list[list[str]]:
 
 @pytest.mark.parametrize("kind", ["text", "image"])
 def test_search_finds_the_nearest_images(kind, whole, command, tiny, tmp_path, capsys):
-    source = build_source(DataSpec(command(whole)[0]), tiny.transform)
+    source = build_source(DataSpec(command(whole)[0]))
     image, caption = source.decode(source.read_one(7), decode_image)
     image.save(tmp_path / "query.png")
     query = caption if kind == "text" else tmp_path / "query.png"
@@ -218,7 +218,9 @@ def test_search_refuses_other_weights_and_works_without_the_data(whole, tiny_fol
 def test_a_run_folder_is_the_model(command, tiny_folder, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     shutil.copy(tiny_folder / "epoch_1.pt", tmp_path / "run" / "checkpoints")
-    (tmp_path / "run" / "config.json").write_text(json.dumps({"flags": {"model": TINY_MODEL}, "loss": {}}))
+    (tmp_path / "run" / "config.json").write_text(
+        json.dumps({"resolved": {"flags": {"model": TINY_MODEL}, "loss": {}}})
+    )
     shards, _, _, _, _, *others = command(tmp_path / "out")
     embed.main([shards, str(tmp_path / "run"), *others])
     assert EmbeddingStore.open(tmp_path / "out").about["pretrained"].endswith("epoch_1.pt")

@@ -171,9 +171,9 @@ def test_two_ordinary_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest
     assert settings == [["settings that differ", "openclip", "queueclip"], ["loss", "openclip", "queueclip"]]
     # The first step took 64 s, and the other 19 steps 8 s each.
     assert [row[1] for row in course[1:]] == ["1.28k", "3.6", "5.926", "2.050", "-", "19", "39"]
-    assert validation[1:] == [["image_to_text_R@1", "0.3", "0.4, +0.1"], ["top1", "0.3", "0.4, +0.1"]]
+    assert validation[1:] == [["image_to_text_R@1, %", "30", "40, +10"], ["top1, %", "30", "40, +10"]]
     assert {"InfoNCE of the batch over samples seen", "image_to_text_R@1 over samples seen"} <= charts_of(text).keys()
-    assert "| image_to_text_R@1 | 0.3 | 0.4, +0.1 |" in capsys.readouterr().out
+    assert "| image_to_text_R@1, % | 30 | 40, +10 |" in capsys.readouterr().out
     assert not (tmp_path / "report" / "report.csv").exists()
 
 
@@ -199,19 +199,19 @@ def test_repeats_of_trainings_have_intervals(tmp_path: Path) -> None:
     ]
     tables, _ = report(tmp_path, *arguments)
     # The paired differences are 5, 6 and 7 points: mean 6, standard deviation 1. The interval is 6 ± 4.303 * 1 / sqrt(3).
-    assert tables[-1][1] == ["image_to_text_R@1", "0.32 ± 0.026", "0.38 ± 0.036, +0.06 (0.0352 to 0.0848)"]
+    assert tables[-1][1] == ["image_to_text_R@1, %", "32 ± 2.6", "38 ± 3.6, +6 (3.52 to 8.48)"]
 
     # If a repeat of B stopped earlier, B's values are those of the last epoch that all its repeats have.
-    first, second = "0.32 ± 0.026", "0.19 ± 0.018, −0.13 (−0.152 to −0.108)"
+    first, second = "32 ± 2.6", "19 ± 1.8, −13 (−15.2 to −10.8)"
     for epochs, expected in ((1, [f"{first}, epoch 2", f"{second}, epoch 1"]), (0, [first, "-"])):
         write_run(tmp_path / "B2", "openclip", 2, 0.42, epochs)
         if not epochs:
             write_training(tmp_path / "B2", 1)
         tables, _ = report(tmp_path, *arguments)
-        assert tables[-1][1] == ["image_to_text_R@1", *expected]
+        assert tables[-1][1] == ["image_to_text_R@1, %", *expected]
         assert tables[-2][1] == ["samples seen", "1.28k", "1.067k"]
     tables, _ = report(tmp_path, *reversed(arguments))
-    assert tables[-1][1] == ["image_to_text_R@1", "-", first]
+    assert tables[-1][1] == ["image_to_text_R@1, %", "-", first]
 
     # Without settings, the seeds are unknown.
     for name, values in names.items():
@@ -219,7 +219,7 @@ def test_repeats_of_trainings_have_intervals(tmp_path: Path) -> None:
             write_run(tmp_path / f"{name}{seed}", "openclip", seed, value)
             (tmp_path / f"{name}{seed}" / "config.json").unlink()
     tables, _ = report(tmp_path, *arguments)
-    assert tables[-1][1] == ["image_to_text_R@1", "0.32 ± 0.026", "0.38 ± 0.036, +0.06"]
+    assert tables[-1][1] == ["image_to_text_R@1, %", "32 ± 2.6", "38 ± 3.6, +6"]
 
 
 def test_averages_only_over_complete_sets(tmp_path: Path) -> None:
@@ -358,4 +358,4 @@ def test_a_folder_with_evaluations_only_is_a_run(tmp_path: Path) -> None:
     write_training(tmp_path / "after", 2, {2: {"image_to_text_R@1": 0.5}})
     for runs in (["before"], ["before", "after"]):
         tables, _ = report(tmp_path, *(str(tmp_path / run) for run in runs))
-        assert tables[-1][1][:2] == ["image_to_text_R@1", "0.25, epoch 0" if runs[1:] else "0.25"]
+        assert tables[-1][1][:2] == ["image_to_text_R@1, %", "25, epoch 0" if runs[1:] else "25"]

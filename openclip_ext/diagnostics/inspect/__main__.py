@@ -15,9 +15,26 @@ from openclip_ext.cli.options import flag, from_flags, own_options
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.data.sources.source import Source
-from openclip_ext.diagnostics.finished_run import ABOUT, FinishedRun, add_run_arguments, embed_training_set, load_run
+from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.diagnostics.finished_run import (
+    ABOUT,
+    FinishedRun,
+    add_run_arguments,
+    embed_training_set,
+    load_public,
+    load_run,
+)
 from openclip_ext.diagnostics.inspect import outputs
-from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
+from openclip_ext.diagnostics.inspect.findings import (
+    DEFINITIONS,
+    OF_IMAGES,
+    PAIRS,
+    Found,
+    Thresholds,
+    find,
+    log_normalizers,
+    separate_copies,
+)
 from openclip_ext.diagnostics.inspect.outputs import Inspection
 from openclip_ext.evaluation.encoder import TABLES, Embeddings
 from openclip_ext.files.writing import held, output_path
@@ -26,6 +43,7 @@ from openclip_ext.training.parser import add_flag
 logger = get_logger(__name__)
 
 _RESULTS = ("index.html", "found.json", "found.csv")
+_MUCH = 0.1  # share of excluded samples that causes a warning
 _MISFITS = ("misfit-captions", "misfit-images")
 
 
@@ -46,13 +64,21 @@ def main(argv: list[str]) -> None:
         raise UsageError(
             f"--output {args.output} has files of another program, such as {others[0]}: give another folder"
         )
-    run = load_run(**vars(args))
+    run = load_run(**vars(args)) if args.pretrained is None else _public_model(args)
     if run.loss.views > 1:
         raise UsageError(f"{run.loss_name} was trained on images without captions: expected a run with captions")
     manifest = _manifest_to_change(run.source, args.write_manifest) if args.leave_out else None
     folder = args.output or run.folder / "inspect" / run.checkpoint.stem
     with held(folder):
         _inspect(run, args, thresholds, manifest, folder)
+
+
+def _public_model(args: argparse.Namespace) -> FinishedRun:
+    """Return the public model of the arguments; raise UsageError without --output."""
+    if args.output is None:
+        raise UsageError("--pretrained: there is no run folder for the results: add --output FOLDER")
+    spec = DataSpec(args.train_data or str(args.run), manifest=args.manifest)
+    return load_public(args.model, args.pretrained, spec, args.output, args.device, args.workers, args.batch_size)
 
 
 def _inspect(
@@ -64,6 +90,8 @@ def _inspect(
     difficulty, is_stored = log_normalizers(run.loss, embeddings, anchors, run.device, run.source.reference)
     by_row = find(embeddings, anchors, difficulty, thresholds, run.device)
     found = {name: _by_index(rows, embeddings.index.numpy(), name in PAIRS) for name, rows in by_row.items()}
+    of_images = [index for name in OF_IMAGES for index in found[name].samples.flatten().tolist()]
+    found = separate_copies(found, outputs.image_hashes(run.source, of_images))
     about = _about(run, embeddings, len(anchors), is_stored)
     samples, thumbnails = outputs.read_samples(run.source, found, args.show)
     inspection = Inspection(about, thresholds, found, samples)
@@ -79,6 +107,12 @@ def _inspect(
     if manifest is not None:
         changed = manifest.without(_to_leave_out(found, args.leave_out))
         changed.save(args.write_manifest)
+        excluded, kept = len(changed.left_out) - len(manifest.left_out), run.source.num_kept
+        if excluded > _MUCH * kept:
+            logger.warning(
+                f"--leave-out excludes {excluded:,} of {kept:,} samples ({excluded / kept:.0%}): look at the least certain "
+                f"pairs in {folder / _RESULTS[0]}, or set a stricter threshold"
+            )
         print(_about_manifest(args.write_manifest, manifest, changed, run.global_batch))
 
 
@@ -162,6 +196,10 @@ def _parser() -> argparse.ArgumentParser:
     description = "Find duplicates, false negatives, misfits, hard and easy samples in the training data of a run."
     parser = command_line.Parser(prog="openclip-ext inspect", description=description)
     add_run_arguments(parser)
+    public = "pretrained tag or file of a model that was not trained on the data; RUN_FOLDER is then the data"
+    parser.add_argument("--pretrained", help=public)
+    parser.add_argument("--model", help="OpenCLIP's name of the model of --pretrained")
+    parser.add_argument("--manifest", help="manifest of the data of --pretrained; it may exclude samples")
     folder = "folder for the results (default: RUN_FOLDER/inspect/CHECKPOINT)"
     parser.add_argument("--output", type=output_path, metavar="FOLDER", help=folder)
     names = (

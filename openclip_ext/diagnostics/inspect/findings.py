@@ -1,6 +1,7 @@
 """Find duplicates, false negatives, misfits, hard and easy samples from the similarities of paired embeddings."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ _ROUNDING = 1e-5
 _MAD_TO_STD = 1.4826
 
 DEFINITIONS = {
+    "copies": "two samples with the same image file, byte for byte; they are in no other category of duplicate images",
     "duplicates": "two samples whose images have a cosine similarity of at least {duplicate_image:g}, and whose captions "
     "have a cosine similarity of at least {duplicate_caption:g}",
     "duplicate-images": "two samples whose images have a cosine similarity of at least {duplicate_image:g}",
@@ -38,7 +40,8 @@ DEFINITIONS = {
     "easiest": "the {extremes:,} samples with the smallest log-normalizers (mean over image and text): no other sample is "
     "similar",
 }
-PAIRS = tuple(DEFINITIONS)[:4]
+PAIRS = tuple(DEFINITIONS)[:5]
+OF_IMAGES = ("duplicates", "duplicate-images")  # categories that contain copies until they are separated
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,14 @@ class Found:
         """Return ``[sample, value]`` or ``[sample, other sample, value]`` for each listed finding."""
         return [[*samples, value] for samples, value in zip(self.samples.tolist(), self.value.tolist(), strict=True)]
 
+    def shown(self, show: int) -> list[int]:
+        """Return the places of the findings to show: of pairs, the surest half of ``show`` and the least certain ones."""
+        places = list(range(len(self.samples)))
+        if len(places) <= show or self.samples.shape[1] == 1:
+            return places[:show]
+        surest = -(-show // 2)
+        return places[:surest] + places[len(places) - (show - surest) :]
+
     def redundant(self) -> set[int]:
         """Return samples whose exclusion leaves no pair: the second sample of each pair whose first sample is kept."""
         left_out: set[int] = set()
@@ -92,6 +103,20 @@ class Found:
             if first not in left_out:
                 left_out.add(second)
         return left_out
+
+
+def separate_copies(found: dict[str, Found], hashes: Mapping[int, int]) -> dict[str, Found]:
+    """Move pairs with equal image files from the categories of duplicate images to ``copies``, which comes first.
+
+    ``hashes`` contains the hash of the image file of each listed sample of these categories.
+    """
+    result = dict(found)
+    for name in OF_IMAGES:  # the second one contains all copies
+        listed = found[name]
+        same = np.array([hashes[first] == hashes[second] for first, second in listed.samples.tolist()], dtype=bool)
+        copies = Found(int(same.sum()), listed.samples[same], listed.value[same])
+        result[name] = Found(listed.count - copies.count, listed.samples[~same], listed.value[~same])
+    return {"copies": copies, **result}
 
 
 class _StrongestPairs:
@@ -176,7 +201,7 @@ def log_normalizers(
 def find(
     embeddings: Embeddings, anchors: Tensor, difficulty: Tensor, thresholds: Thresholds, device: torch.device
 ) -> dict[str, Found]:
-    """Return the findings of all categories. In each pair, at least one sample is an anchor.
+    """Return the findings of all categories but ``copies``. In each pair, at least one sample is an anchor.
 
     ``anchors`` ``(A,)`` contains ascending rows of the embeddings, which are compared with all rows. ``difficulty`` ``(A,)``
     contains the :func:`log_normalizers` of the anchors.
@@ -189,7 +214,7 @@ def find(
     floor = float(np.quantile(positive.numpy(), thresholds.false_negative_quantile))
     is_anchor = torch.zeros(len(positive), dtype=torch.bool)
     is_anchor[anchors] = True
-    pairs = {name: _StrongestPairs(thresholds.max_pairs) for name in PAIRS}
+    pairs = {name: _StrongestPairs(thresholds.max_pairs) for name in PAIRS if name != "copies"}
     best = {side: _Best(len(anchors), device) for side in ("misfit-captions", "misfit-images")}
     # Rounding may give equal embeddings a similarity below 1.
     limits = [min(limit, 1 - _ROUNDING) for limit in (thresholds.duplicate_image, thresholds.duplicate_caption)]

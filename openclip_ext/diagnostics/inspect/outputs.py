@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from openclip_ext.data.shards.shardlist import shard_name
-from openclip_ext.data.sources.source import MAX_CAPTION, Source, decode_image
+from openclip_ext.data.sources.source import MAX_CAPTION, Source, decode_image, decode_with_hash
 from openclip_ext.diagnostics.inspect.findings import Found, Thresholds
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import write_text
@@ -41,9 +41,9 @@ class Inspection:
 
 
 def read_samples(source: Source, found: Mapping[str, Found], show: int) -> tuple[dict[int, Sample], dict[int, str]]:
-    """Return all samples of the findings, and thumbnails (data URIs) for the first ``show`` findings of each category."""
+    """Return all samples of the findings, and thumbnails (data URIs) for up to ``show`` findings of each category."""
     listed = {index for one in found.values() for index in one.samples.flatten().tolist()}
-    shown = {index for one in found.values() for index in one.samples[:show].flatten().tolist()}
+    shown = {index for one in found.values() for index in one.samples[one.shown(show)].flatten().tolist()}
     samples, thumbnails = {}, {}
     for raw in source.read([np.array(sorted(listed), dtype=np.int64)]):
         index = raw.index
@@ -54,6 +54,13 @@ def read_samples(source: Source, found: Mapping[str, Found], show: int) -> tuple
             assert isinstance(image, Image.Image)
             thumbnails[index] = thumbnail(image, _THUMBNAIL)
     return samples, thumbnails
+
+
+def image_hashes(source: Source, indices: Sequence[int]) -> dict[int, int]:
+    """Return a hash of the image file of each sample, without decoding the images."""
+    empty = Image.new("RGB", (1, 1))
+    raws = source.read([np.array(sorted(set(indices)), dtype=np.int64)])
+    return {raw.index: decode_with_hash(source, raw, lambda _: empty)[2] for raw in raws}
 
 
 def write_json(path: Path, inspection: Inspection) -> None:
@@ -96,7 +103,7 @@ _NOTES = {
 
 
 def write_page(path: Path, inspection: Inspection, thumbnails: Mapping[int, str], show: int) -> None:
-    """Write the HTML page: counts, definitions, and the first ``show`` findings of each category."""
+    """Write the HTML page: counts, definitions, and up to ``show`` findings of each category."""
     categories = [
         {
             "name": name,
@@ -106,10 +113,12 @@ def write_page(path: Path, inspection: Inspection, thumbnails: Mapping[int, str]
             "is_pair": found.samples.shape[1] == 2,
             "value": "cosine similarity" if found.samples.shape[1] == 2 else "log-normalizer",
             "shown": [
-                ([inspection.samples[index] for index in members], value) for *members, value in found.entries()[:show]
+                ([inspection.samples[index] for index in members], value)
+                for *members, value in (entries[place] for place in found.shown(show))
             ],
+            "is_cut": found.samples.shape[1] == 2 and len(entries) > show,
         }
-        for name, found in inspection.found.items()
+        for name, found, entries in ((name, found, found.entries()) for name, found in inspection.found.items())
     ]
     title = f"Data of {inspection.about['run']}"
     page = render_page("inspect.html", title, about=inspection.about, categories=categories, thumbnails=thumbnails)

@@ -1,6 +1,7 @@
 """Build tables from the runs' training logs: settings that differ, time, and the last validation."""
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ _NOT_COMPARED = {
     "distributed", "device", "debug", "report_to", "remote_sync", "remote_sync_frequency", "save_every_steps",
     "log_every_n_steps", "save_frequency",
 }  # fmt: skip
+_SHARE = re.compile(r"R@|top\d|acc")  # in the names of recalls and accuracies
 Table = list[list[str]]
 
 
@@ -89,6 +91,8 @@ def _last_tenth(log: TrainingLog, key: str) -> float | None:
 def _last_validation(runs: Sequence[EvaluatedRun]) -> Table:
     """Return one row per metric: mean ± standard deviation over repeats, and the difference from the first run.
 
+    Recalls and accuracies are in percent.
+
     If both runs have repeats with the same seeds, the difference has a 95 % interval over seeds. If the runs' last epochs
     differ, each cell also shows the epoch.
     """
@@ -96,6 +100,9 @@ def _last_validation(runs: Sequence[EvaluatedRun]) -> Table:
     for name in validation_metrics(runs):
         epochs, values = zip(*(_last_by_seed(run, name) for run in runs), strict=True)
         marks = [f", epoch {epoch}" if len({*epochs} - {None}) > 1 and epoch is not None else "" for epoch in epochs]
+        if _SHARE.search(name):
+            name = f"{name}, %"
+            values = tuple({seed: 100 * value for seed, value in of_run.items()} for of_run in values)
         rows.append([name, *(_cell(value, values[0]) + mark for value, mark in zip(values, marks, strict=True))])
     return rows
 
