@@ -157,7 +157,14 @@ def _with_our_names(argv: Sequence[str]) -> Iterator[str]:
     words = iter(argv)
     for word in words:
         flag, _, value = word.partition("=")
-        if flag == "--json-text-key":
+        if flag == "--torchcompile-strategy":
+            strategy = value or next(words, "")
+            if strategy not in ("model", "task"):
+                raise UsageError(
+                    f"--torchcompile-strategy {strategy}: expected model, or task for the model and the loss"
+                )
+            yield from ["--compile-loss"] * (strategy == "task")
+        elif flag == "--json-text-key":
             entries = (value or next(words, "")).split(";")
             yield f"--caption-key={';'.join(f'json:{entry}' for entry in entries)}"
         else:

@@ -74,6 +74,8 @@ def resolve(
     if config.by_pairs:
         values = configurations.get(flags["config"]).sized(pairs)
         flags |= {name: values[name] for name in config.by_pairs}
+    if flags["json_text_key_probs"]:
+        flags["draw_captions"] = True
     if flags["dry_run"]:
         flags |= {"logs": "none", "report_to": ""}
     # The validation loss depends on the evaluation's batch size, which must not depend on the number of processes.

@@ -231,3 +231,16 @@ def test_a_byte_order_mark_is_no_part_of_a_caption():
     assert keys.decode(RawSample(0, sample), decode_image)[1] == "a"
     with pytest.raises(BadSampleError, match="the text is empty"):
         keys.decode(RawSample(0, sample | {"txt": "\ufeff".encode()}), decode_image)
+
+
+def test_captions_are_drawn_by_the_weights_of_their_keys(shards: list[str]):
+    """Missing keys have no part in the draw, and keys without a weight only replace missing ones."""
+    keys = {"caption_key": "caption;txt;json:captions;json:none", "draw_captions": True}
+    epochs = [samples_of(shards, epoch, **keys, caption_weights=(5.0, 3.0, 1.0)) for epoch in range(12)]
+    drawn = [captions_of(index).index(caption) for epoch in epochs for index, (caption, _) in epoch.items()]
+    assert 0.68 < drawn.count(0) / len(drawn) < 0.82 and {*drawn} == {*range(1 + OTHERS)}
+    only_missing = samples_of(shards, **keys, caption_weights=(1.0,))
+    assert {caption for caption, _ in only_missing.values()} == {captions_of(number)[0] for number in range(SAMPLES)}
+    for wrong in ((0.0, 0.0), (-1.0, 2.0), (1.0, 1.0, 1.0, 1.0, 1.0)):
+        with pytest.raises(ValueError, match="--json-text-key-probs"):
+            samples_of(shards, **keys, caption_weights=wrong)

@@ -99,6 +99,12 @@ def test_the_names_of_openclips_main_branch_work():
     config = plan_of("--json-text-key", "long;short", "--visual-layer-decay=0.7")
     assert (config.data.caption_key, config.optimizer.image_layer_decay) == ("json:long;json:short", 0.7)
     assert plan_of("--text-key", "txt;caption").data.caption_key == "txt;caption"
+    drawn = plan_of("--json-text-key", "long;short", "--json-text-key-probs", "0.7", "0.3")
+    assert drawn.data.caption_weights == (0.7, 0.3) and drawn.loading.draw_captions
+    compiled = plan_of("--torchcompile", "--torchcompile-strategy", "task").parallel
+    assert compiled.compile and compiled.compile_loss
+    with pytest.raises(UsageError, match="--torchcompile-strategy step"):
+        plan_of("--torchcompile-strategy=step")
 
 
 # --- effects of flags -------------------------------------------------------------------------------------------------

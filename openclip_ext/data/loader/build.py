@@ -157,9 +157,9 @@ def build_source(spec: DataSpec) -> Source:
         urls = [shard.url for shard in manifest.shards]
         _on_all_ranks(lambda: spec.storage.reach(urls))
         weights = _shard_weights(spec, urls)
-        source = ShardSource(
-            manifest, spec.image_key, spec.caption_key, spec.resampled, weights, spec.storage, spec.hard_negative_key
-        )
+        keys = spec.image_key, spec.caption_key
+        more = spec.hard_negative_key, spec.caption_weights
+        source = ShardSource(manifest, *keys, spec.resampled, weights, spec.storage, *more)
     source.max_pixels = spec.max_image_pixels
     if spec.reference not in (None, START):
         source.reference = EmbeddingStore.open(spec.reference, source.num_samples, source.index_digest, **spec.keys)

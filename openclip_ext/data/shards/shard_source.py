@@ -46,12 +46,13 @@ class ShardSource(Source):
         weights: Sequence[float] | None = None,
         storage: Storage = DEFAULT_STORAGE,
         hard_negative_key: str | None = None,
+        caption_weights: Sequence[float] = (),
     ) -> None:
         super().__init__(manifest.num_samples, manifest.digest)
         self.num_kept -= len(manifest.left_out)
         self.index_digest = manifest.index_digest
         self.manifest = manifest
-        self.keys = SampleKeys(image_key, caption_key, hard_negative_key)
+        self.keys = SampleKeys(image_key, caption_key, hard_negative_key, caption_weights)
         self.has_hard_negatives = hard_negative_key is not None
         self._has_same_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
         self._resampled = resampled

@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -213,9 +215,16 @@ def _to_8_bits(values: np.ndarray) -> np.ndarray:
 class SampleKeys:
     """The keys of images, captions and hard negatives, see :func:`~openclip_ext.data.sources.keys.parse_keys`."""
 
-    def __init__(self, image_key: str, caption_key: str, hard_negative_key: str | None = None) -> None:
+    def __init__(
+        self,
+        image_key: str,
+        caption_key: str,
+        hard_negative_key: str | None = None,
+        caption_weights: Sequence[float] = (),
+    ) -> None:
         self._images = parse_keys(image_key, allow_json=False)
         self._captions = parse_keys(caption_key, allow_json=True)
+        self._weights = padded_weights(caption_weights, self._captions) if caption_weights else None
         self._hard_negatives = () if hard_negative_key is None else parse_keys(hard_negative_key, allow_json=True)
         self.fields = frozenset(key.field for key in (*self._images, *self._captions, *self._hard_negatives))
 
@@ -224,10 +233,28 @@ class SampleKeys:
         if raw.problem is not None:
             raise BadSampleError(raw.problem)
         image_key = _first_key(raw, self._images, "image")
+        if draw and self._weights is not None:
+            return decoder(raw.fields[image_key.field]), self._weighted_caption(raw, draw, self._weights)
         caption_key = _first_key(raw, self._captions, "caption")
         present = [key for key in self._captions if key.field in raw.fields] if draw else [caption_key]
         captions = [caption for key in present for caption in captions_of(raw.fields[key.field], key)]
         return decoder(raw.fields[image_key.field]), captions[draw % len(captions)]
+
+    def _weighted_caption(self, raw: RawSample, draw: int, weights: Sequence[float]) -> str:
+        """Return a caption of a key that is drawn in proportion to its weight, among the keys with a caption.
+
+        If all of these have weight 0, the first is used. The lower 32 bits of ``draw`` select the key.
+        """
+        found: list[tuple[float, list[str]]] = []
+        for key, weight in zip(self._captions, weights, strict=True):
+            with contextlib.suppress(BadSampleError):
+                found.append((weight, captions_of(raw.fields.get(key.field, b""), key)))
+        if not found:
+            return self.caption(raw)  # raises the reason
+        point = sum(weight for weight, _ in found) * (draw & 0xFFFFFFFF) / 2**32
+        ends = itertools.accumulate(weight for weight, _ in found)
+        captions = next((captions for end, (_, captions) in zip(ends, found, strict=True) if point < end), found[0][1])
+        return captions[(draw >> 32) % len(captions)]
 
     def hard_negative(self, raw: RawSample, draw: int) -> str:
         """See :meth:`Source.hard_negative`."""
@@ -239,6 +266,16 @@ class SampleKeys:
         """Return the first caption of a sample; raise BadSampleError if it is missing, blank, or does not decode."""
         key = _first_key(raw, self._captions, "caption")
         return captions_of(raw.fields[key.field], key)[0]
+
+
+def padded_weights(weights: Sequence[float], keys: Sequence[Key]) -> list[float]:
+    """Return a weight for each key; missing ones are 0. Raise ValueError if there are too many, or all are 0."""
+    if len(weights) > len(keys) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
+        raise ValueError(
+            f"--json-text-key-probs {' '.join(map(str, weights))}: expected up to {len(keys)} numbers >= 0, one for each part "
+            "of --caption-key, not all 0"
+        )
+    return [*weights, *[0.0] * (len(keys) - len(weights))]
 
 
 def _first_key(raw: RawSample, keys: Sequence[Key], what: str) -> Key:

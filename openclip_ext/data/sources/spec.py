@@ -28,6 +28,12 @@ class DataSpec:
     caption_key: str = flag(
         DEFAULT_CAPTION_KEY, "extension of the captions, or json:ENTRY for an entry of the json files"
     )
+    caption_weights: tuple[float, ...] = flag(
+        (),
+        "draw among the parts of --caption-key with these weights; missing weights are 0, for captions that only replace "
+        "missing ones",
+        dest="json_text_key_probs",
+    )
     hard_negative_key: str | None = flag(
         None, "like --caption-key, for captions that do not fit the image: additional negatives of --loss openclip"
     )
@@ -100,6 +106,7 @@ class DataSpec:
         needs_shards = {
             "--dataset-resampled": self.resampled,
             "--single-source-batches": self.single_source,
+            "--json-text-key-probs": bool(self.caption_weights),
             "--hard-negative-key": self.hard_negative_key is not None,
         }
         kind = self.resolved_type
