@@ -133,6 +133,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             batch_at_tau, similarities = self._contrast(batch, gather=not self.normalizer.contrasts_locally)
             estimate, weight_ratio = self._estimate(batch_at_tau)
             values = batch_at_tau.batch.mean(self.objective.value(batch_at_tau, estimate.alpha, weight_ratio))
+            values = values.masked_fill(~batch_at_tau.batch.ok, math.nan)
             gradients, gap = self._feature_gradients(
                 batch_at_tau, similarities, estimate, weight_ratio, learns_own or self.temperature.learns_logit_scale
             )
@@ -167,8 +168,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         batch = gather_batch(local, gather)
         if batch.size < 2 * batch.views:
             raise ValueError("a contrastive loss needs at least 2 samples, found 1: increase the batch size")
-        # A scheme may return a view of its own temperatures, which it updates later in this step.
-        similarities = Similarities(batch, self.temperature.temperatures(batch).clone())
+        similarities = Similarities(batch, self.temperature.temperatures(batch))
         of_all = None if gather else lambda: self._contrast(local, gather=True)[0]
         batch_at_tau = BatchAtTemperature(
             batch, similarities.tau, similarities.log_sums(), self.objective.log_estimate, of_all

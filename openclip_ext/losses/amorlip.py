@@ -26,8 +26,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import BatchAtTemperature
+from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.host_number import HostNumber
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
@@ -156,12 +157,12 @@ class MlpNormalizer(Normalizer):
         # In a compiled graph, both conditions are tensors. The graph computes a fit in every step, but applies only a due fit.
         if not isinstance(fits, bool):
             self._fit(batch_at_tau.of_all_processes(), fits)
-            self._average_target(batch.scale_ok & averages)
+            self._average_target(_on_all_processes(batch) & averages)
         else:
             if fits:
                 self._fit(batch_at_tau.of_all_processes())
             if averages:
-                self._average_target(batch.scale_ok)
+                self._average_target(_on_all_processes(batch))
         self._epoch_step.add(1)
         return self.predict(batch_at_tau)
 
@@ -192,6 +193,13 @@ class MlpNormalizer(Normalizer):
         share = torch.where(ok, 1 - self.ema_decay, 0).to(self.target.biases[0].dtype)
         for average, value in zip(self.target.parameters(), self.online.parameters(), strict=True):
             average.lerp_(value, share)
+
+
+def _on_all_processes(batch: GatheredBatch) -> Tensor:
+    """Return :attr:`GatheredBatch.ok` of all processes' samples, 0-d bool. Collective: all ranks call it."""
+    if batch.world_size == distributed.world_size():
+        return batch.ok
+    return distributed.all_reduce_max((~batch.ok).to(torch.float32)) == 0
 
 
 def amortization_objective(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext.cli.options import OptionError
-from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, finite_samples
+from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, all_finite
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer, Normalizer
 from openclip_ext.contrastive.objectives import Estimand, Objective, Unscaled
@@ -85,16 +85,16 @@ class TwoViewLoss(GlobalContrastiveLoss):
         return self.projector
 
     def _batch(self, *inputs: Any, **options: Any) -> LocalBatch:
-        """Return the pairs of projected views, after a check of the inputs. Embeddings of masked images are NaN."""
+        """Return the pairs of projected views, after a check of the inputs. If one is not finite, all results are NaN."""
         batch = super()._batch(*inputs, **options)
-        finite = batch.finite[:, None]
+        finite = all_finite(torch.stack([batch.image, batch.text]).detach())
         first, second = (
             torch.where(finite, self._project(torch.where(finite, view.to(batch.dtype), 0)), torch.nan)
             for view in (batch.image, batch.text)
         )
         image, text = torch.cat([first, second]), torch.cat([second, first])
         index = None if batch.index is None else batch.index.repeat(2)
-        return replace(batch, image=image, text=text, index=index, finite=finite_samples(image, text))
+        return replace(batch, image=image, text=text, index=index)
 
     def _project(self, features: Tensor) -> Tensor:
         return functional.normalize(self.projector(features), dim=1)
