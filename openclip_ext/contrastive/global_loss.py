@@ -168,7 +168,9 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         batch = gather_batch(local, gather)
         if batch.size < 2 * batch.views:
             raise ValueError("a contrastive loss needs at least 2 samples, found 1: increase the batch size")
-        similarities = Similarities(batch, self.temperature.temperatures(batch))
+        tau = self.temperature.temperatures(batch)
+        # A scheme may return a view of its own temperatures, which it updates later in this step.
+        similarities = Similarities(batch, tau.clone() if self.temperature.learns_own else tau)
         of_all = None if gather else lambda: self._contrast(local, gather=True)[0]
         batch_at_tau = BatchAtTemperature(
             batch, similarities.tau, similarities.log_sums(), self.objective.log_estimate, of_all

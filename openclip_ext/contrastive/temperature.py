@@ -48,7 +48,7 @@ class TemperatureScheme(nn.Module):
     logit_scale_bounds: tuple[float, float] = (-math.inf, math.inf)
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
-        """Return the anchors' temperatures of this step, ``(2, B)``: not a view of state, which :meth:`update` may change."""
+        """Return the anchors' temperatures of this step, before any update: ``(2, B)``."""
         raise NotImplementedError
 
     def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:

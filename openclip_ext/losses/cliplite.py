@@ -27,7 +27,6 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import minibatch_metrics
 from openclip_ext.contrastive.seeding import generator, linear
 from openclip_ext.contrastive.temperature import log_inverse
-from openclip_ext.losses.method import Method, WholeLoss
 
 _BATCH_NORM_EPS = 1e-5
 _BATCH_NORM_MOMENTUM = 0.1
@@ -150,10 +149,3 @@ class ClipLiteLoss(ContrastiveLoss):
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last call: the temperature, and ``infonce`` and ``chance`` of this process's projections."""
         return {} if self._last is None else minibatch_metrics(self._last)
-
-
-METHOD = Method(
-    name="cliplite",
-    head=Projections,
-    whole=WholeLoss(ClipLiteLoss, {"temperature": 0.07}),
-)

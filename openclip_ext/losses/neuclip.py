@@ -27,7 +27,7 @@ Example:
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,10 +39,9 @@ from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.checks import can_read_values
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, NeuCLIPObjective
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.contrastive.steering import block_norms, blocks, normalize_blocks
-from openclip_ext.losses.method import Method, NormalizerPart
 
 _ADAGRAD_EPS = 1e-10
 
@@ -352,26 +351,3 @@ class _Fit:
             descent = descent.clamp(max=log_math.max_exponent(descent.dtype)).expm1()
         pull = descent.mul_(largest.sub_(alpha).exp_())[:, :, None] * self.factors[:, anchors]
         self.gradient.baddbmm_(terms, pull, beta=0 if anchors.start == 0 else 1, alpha=-1)
-
-
-_PAPER = Method(
-    name="neuclip-paper",
-    normalizer="prototypes",
-    temperature_scheme="global",
-    normalizer_defaults={"alpha_gradient": True},
-    parts=(
-        NormalizerPart("prototypes", PrototypeNormalizer, objective=NeuCLIPObjective, defaults={"lr_tau": 1.25e-4}),
-    ),
-)
-METHODS = (
-    # With a solved temperature and a verified fit, no run collapsed (docs/methods/neuclip.md).
-    replace(
-        _PAPER,
-        name="neuclip",
-        temperature_scheme="solved",
-        normalizer_defaults={"alpha_gradient": True, "verify_fit": True},
-        pretrained_scheme="global",
-        parts=(),
-    ),
-    _PAPER,
-)

@@ -20,16 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, all_finite
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
-from openclip_ext.contrastive.normalizer import MinibatchNormalizer, Normalizer
+from openclip_ext.contrastive.normalizer import Normalizer
 from openclip_ext.contrastive.objectives import Estimand, Objective, Unscaled
 from openclip_ext.contrastive.seeding import generator, linear
-from openclip_ext.contrastive.temperature import ConstantTemperature, TemperatureScheme
-from openclip_ext.losses.method import Method, WholeLoss
-
-TWO_VIEW_DEFAULTS = {"temperature": 0.1, "projection_dim": 128, "views": 2}
+from openclip_ext.contrastive.temperature import TemperatureScheme
 
 
 class Projector(nn.Module):
@@ -70,14 +66,9 @@ class TwoViewLoss(GlobalContrastiveLoss):
         *,
         embed_dim: int,
         projection_dim: int | None,
-        views: int,
         seed: int,
     ) -> None:
-        if views != 2:
-            raise OptionError(
-                "views", f"views={views}: this loss compares two views of each image. Use openclip for images and texts"
-            )
-        super().__init__(objective, normalizer, scheme, embed_dim, num_samples, views)
+        super().__init__(objective, normalizer, scheme, embed_dim, num_samples, views=2)
         self.projector = Projector(embed_dim, projection_dim or embed_dim, seed)
 
     def model_head(self) -> Projector:
@@ -122,8 +113,3 @@ class InfoNce(Unscaled):
 
     def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
         return alpha
-
-
-_WHOLE = WholeLoss(TwoViewLoss, TWO_VIEW_DEFAULTS, parts=(InfoNce, MinibatchNormalizer, ConstantTemperature))
-
-METHOD = Method(name="simclr", head=Projector, whole=_WHOLE, two_views=_WHOLE)
