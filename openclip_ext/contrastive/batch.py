@@ -43,9 +43,6 @@ class LocalBatch:
         epoch: Epoch of the run, from 0. In a compiled graph, it is a 0-d tensor (see :class:`HostNumber`).
         call: Number of earlier calls in training mode. In a compiled graph, it is a 0-d tensor.
         learning: Whether this call is in training mode.
-        views: 1 for pairs of images and texts; 2 for two views of each image, which are then two samples. With two views,
-            ``image`` contains the first views of all images, then the second views. ``text`` contains the second views, then
-            the first views. So each embedding is an anchor on both sides.
         mask: ``(B_local,)`` bool, False for samples that do not count. None means that all samples count.
         labels: ``(B_local,)`` or ``(B_local, k)`` int64, equal for equal captions. None means that all captions count as
             different.
@@ -60,7 +57,6 @@ class LocalBatch:
     epoch: int | Tensor = 0
     call: int | Tensor = 0
     learning: bool = False
-    views: int = 1
     mask: Tensor | None = None
     labels: Tensor | None = None
     positives_attract: bool = False
@@ -96,16 +92,16 @@ class GatheredBatch:
             ``(2, B)``.
         valid: ``(B,)`` bool, False for masked samples.
         ignored: ``(B,)`` bool, True for masked samples.
-        count: 0-d, number of valid samples, but at least 2 per view, so that divisions by it are finite.
+        count: 0-d, number of valid samples, but at least 2, so that divisions by it are finite.
         negatives: Number of negatives of each valid anchor: 0-d, or ``(B,)`` with labels.
         logit_scale: 0-d. It is 1 if the caller's logit scale is not finite and positive.
         ok: 0-d bool, whether the batch may change the state: all features are finite, the logit scale is finite and positive,
-            and at least two samples of each view are valid, with at least two different labels if there are labels.
+            and at least two samples are valid, with at least two different labels if there are labels.
         index: Each sample's index in the data set, ``(B,)`` int64, or None.
         first: Position of this process's first sample among the ``B`` samples.
         local_size: Number of this process's samples.
         world_size: Number of processes whose samples are in this batch.
-        epoch, call, learning, views: As in :class:`LocalBatch`.
+        epoch, call, learning: As in :class:`LocalBatch`.
         labels: Groups of equal samples, ``(B,)`` int64, or None. Samples with equal labels are not negatives of each other.
         positive_means: ``(2, B, d)``, mean of each anchor's positives on the other side. None means one positive per anchor.
     """
@@ -125,7 +121,6 @@ class GatheredBatch:
     epoch: int | Tensor
     call: int | Tensor
     learning: bool
-    views: int
     labels: Tensor | None = None
     positive_means: Tensor | None = None
 
@@ -265,9 +260,9 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     if index is not None:
         valid = valid & (index >= 0)
     number = valid.sum(dtype=batch.dtype)
-    ok = batch.scale_ok & all_finite(features) & (number >= 2 * batch.views)
-    count = number.clamp(min=2 * batch.views)
-    negatives = count - batch.views
+    ok = batch.scale_ok & all_finite(features) & (number >= 2)
+    count = number.clamp(min=2)
+    negatives = count - 1
     if labels is not None:
         labels = merge_labels(labels)
         equal = group_count(labels, valid)
@@ -298,7 +293,6 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         epoch=batch.epoch,
         call=batch.call,
         learning=batch.learning,
-        views=batch.views,
         labels=labels,
         positive_means=positive_means,
     )

@@ -67,7 +67,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     Args:
         objective, normalizer, temperature: The three parts of the loss.
         embed_dim, num_samples: Embedding dimension and size of the data set. None means that no part of the loss needs it.
-        views: As in :class:`LocalBatch`.
         reference_dim, steer, distill, reference_temperature: See :mod:`openclip_ext.contrastive.steering`.
         equal_captions: See :mod:`openclip_ext.contrastive.equal_captions`.
 
@@ -82,7 +81,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         temperature: TemperatureScheme,
         embed_dim: int | None,
         num_samples: int | None,
-        views: int = 1,
         reference_dim: int = 0,
         *,
         equal_captions: str = NEGATIVE,
@@ -99,7 +97,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             raise OptionError("equal_captions", f"equal_captions={equal_captions}: {reason}")
         self.equal_captions = equal_captions
         self.needs_positives = equal_captions != NEGATIVE
-        self.views = views
         self.reference_dim, self.steers = reference_dim, steer and reference_dim > 0
         self.distill, self.reference_temperature = distill, reference_temperature
         self.objective = objective
@@ -166,7 +163,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     def _contrast(self, local: LocalBatch, gather: bool) -> tuple[BatchAtTemperature, Similarities]:
         batch = gather_batch(local, gather)
-        if batch.size < 2 * batch.views:
+        if batch.size < 2:
             raise ValueError("a contrastive loss needs at least 2 samples, found 1: increase the batch size")
         tau = self.temperature.temperatures(batch)
         # A scheme may return a view of its own temperatures, which it updates later in this step.

@@ -330,7 +330,6 @@ class ContrastiveLoss(nn.Module):
             epoch=self._epoch.get(),
             call=self._calls.get(),
             learning=learning,
-            views=self.views,
         )
 
     def _check_hard_negatives(self, hard_negatives: Tensor | None, text_features: Tensor) -> None:

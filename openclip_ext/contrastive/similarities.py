@@ -42,7 +42,7 @@ class Similarities:
     """Similarities of a batch at the anchors' temperatures ``tau``, ``(2, B)``.
 
     Pairs that are not negatives have the similarity :data:`MASKED_SIMILARITY`: an anchor and its positive, samples with equal
-    labels, pairs with a masked sample, and, if there are two views, an anchor and itself.
+    labels, and pairs with a masked sample.
     """
 
     def __init__(self, batch: GatheredBatch, tau: Tensor) -> None:
@@ -135,13 +135,6 @@ class _Chunk:
         if batch.labels is not None:
             values.masked_fill_(batch.labels[anchors, None] == batch.labels, MASKED_SIMILARITY)
         values.diagonal(anchors.start).fill_(MASKED_SIMILARITY)
-        if batch.views == 2:
-            # Mask the anchor's own embedding. On the other side, its position differs by half the local size.
-            positions = torch.arange(anchors.start, anchors.stop, device=values.device)
-            half = batch.local_size // 2
-            local = positions - batch.first
-            other_view = torch.where(local < half, positions + half, positions - half)
-            values.scatter_(1, other_view[:, None], MASKED_SIMILARITY)
 
     def _exponents(self, dim: int) -> Tensor:
         if dim == _ROWS:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from openclip_ext import distributed
 from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, all_finite
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.normalizer import Normalizer
@@ -50,12 +51,13 @@ class Projector(nn.Module):
 class TwoViewLoss(GlobalContrastiveLoss):
     """A global contrastive loss of ``2·B`` views. The positive of each view is the other view of the same image.
 
-    The negatives of an anchor are the ``2·(B−1)`` views of all other images. There are ``2·B`` positive pairs: each first view
-    with its second view, and each second view with its first view. The pair of an anchor with itself is masked. All anchors
-    of an image have the image's index.
+    The pairs are first views with second views, and second views with first views, so each view is an anchor on both sides. The
+    views of an image have the image's index and one label. So the negatives of an anchor are the ``2·(B−1)`` views of all other
+    images, and the pair of an anchor with itself is masked.
     """
 
     expects_unit_norm = False
+    views = 2
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class TwoViewLoss(GlobalContrastiveLoss):
         projection_dim: int | None,
         seed: int,
     ) -> None:
-        super().__init__(objective, normalizer, scheme, embed_dim, num_samples, views=2)
+        super().__init__(objective, normalizer, scheme, embed_dim, num_samples)
         self.projector = Projector(embed_dim, projection_dim or embed_dim, seed)
 
     def model_head(self) -> Projector:
@@ -78,6 +80,9 @@ class TwoViewLoss(GlobalContrastiveLoss):
     def _batch(self, *inputs: Any, **options: Any) -> LocalBatch:
         """Return the pairs of projected views, after a check of the inputs. If one is not finite, all results are NaN."""
         batch = super()._batch(*inputs, **options)
+        size = len(batch.image)
+        if size < 2:
+            raise ValueError("a contrastive loss needs at least 2 images, found 1: increase the batch size")
         finite = all_finite(torch.stack([batch.image, batch.text]).detach())
         first, second = (
             torch.where(finite, self._project(torch.where(finite, view.to(batch.dtype), 0)), torch.nan)
@@ -85,7 +90,8 @@ class TwoViewLoss(GlobalContrastiveLoss):
         )
         image, text = torch.cat([first, second]), torch.cat([second, first])
         index = None if batch.index is None else batch.index.repeat(2)
-        return replace(batch, image=image, text=text, index=index)
+        labels = torch.arange(size, device=image.device).repeat(2) + size * distributed.rank()
+        return replace(batch, image=image, text=text, index=index, labels=labels)
 
     def _project(self, features: Tensor) -> Tensor:
         return functional.normalize(self.projector(features), dim=1)
