@@ -255,12 +255,16 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         index = None if index is None else distributed.all_gather(index)
         labels = None if labels is None else distributed.all_gather(labels)
         valid = None if valid is None else distributed.all_gather(valid)
-    if valid is None:
-        valid = torch.ones(features.shape[1], dtype=torch.bool, device=features.device)
     if index is not None:
-        valid = valid & (index >= 0)
-    number = valid.sum(dtype=batch.dtype)
-    ok = batch.scale_ok & all_finite(features) & (number >= 2)
+        valid = index >= 0 if valid is None else valid & (index >= 0)
+    ok = batch.scale_ok & all_finite(features)
+    if valid is None:
+        size = features.shape[1]
+        valid = ok.expand(size)
+        number = torch.full((), size, dtype=batch.dtype, device=features.device)
+    else:
+        number = valid.sum(dtype=batch.dtype)
+        ok = ok & (number >= 2)
     count = number.clamp(min=2)
     negatives = count - 1
     if labels is not None:

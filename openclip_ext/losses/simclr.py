@@ -51,9 +51,9 @@ class Projector(nn.Module):
 class TwoViewLoss(GlobalContrastiveLoss):
     """A global contrastive loss of ``2·B`` views. The positive of each view is the other view of the same image.
 
-    The pairs are first views with second views, and second views with first views, so each view is an anchor on both sides. The
-    views of an image have the image's index and one label. So the negatives of an anchor are the ``2·(B−1)`` views of all other
-    images, and the pair of an anchor with itself is masked.
+    The pairs are first views with second views, and second views with first views. So each view is an anchor on both sides.
+    The views of an image have the image's index and one label. So the negatives of an anchor are the ``2·(B−1)`` views of all
+    other images, and the pair of an anchor with itself is masked.
     """
 
     expects_unit_norm = False
