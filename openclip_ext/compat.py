@@ -387,7 +387,8 @@ def has_fused_adagrad(device: torch.device) -> bool:
     """Return whether this torch has the fused kernel of Adagrad for a device. Earlier versions have it only for CPUs."""
     import torch
 
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", device.type.upper())
+    key = device.type.upper()
+    return key in ("CPU", "CUDA") and torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", key)
 
 
 # --- schedules -------------------------------------------------------------------------------------------------------
