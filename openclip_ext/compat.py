@@ -383,6 +383,14 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
+def has_fused_adagrad(device: torch.device) -> bool:
+    """Return whether this torch has the fused kernel of Adagrad for a device. Earlier versions have it only for CPUs."""
+    import torch
+
+    key = device.type.upper()
+    return key in ("CPU", "CUDA") and torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", key)
+
+
 # --- schedules -------------------------------------------------------------------------------------------------------
 
 

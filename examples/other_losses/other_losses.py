@@ -16,16 +16,16 @@ These losses run only in one process, and checkpoints do not contain their state
 import contextlib
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.cli.options import Option
 from openclip_ext.contrastive.batch import LocalBatch
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import minibatch_metrics
-from openclip_ext.losses.method import Method, WholeLoss
+from openclip_ext.losses.method import Method, option
 
 
 class OtherLoss(ContrastiveLoss):
@@ -160,19 +160,36 @@ def silently(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
 
-_TEMPERATURE = Option("other_temperature", float, 0.05, "temperature of the other library's loss", symbol="τ")
-_GAMMA = Option("other_gamma", float, 0.9, "weight of the new estimate in libauc's loss", symbol="γ")
-_MEMORY = Option("memory", int, 1024, "number of embeddings in each memory of pytorch-metric-learning", minimum=1)
+@dataclass(frozen=True)
+class OtherMethod(Method):
+    """A loss of another library with its option."""
 
-CACHED_MNRL = Method("cached-mnrl", whole=WholeLoss(CachedMnrl), options=(_TEMPERATURE,))
-NTXENT_XBM = Method(
-    "ntxent-xbm",
-    whole=WholeLoss(NTXentWithMemory, {"other_temperature": 0.07}),
-    options=(_TEMPERATURE, _MEMORY),
-)
-LIBAUC_SOGCLR = Method(
-    "libauc-sogclr", whole=WholeLoss(LibaucLoss, {"other_temperature": 0.01}), options=(_TEMPERATURE, _GAMMA)
-)
-LIBAUC_ISOGCLR = Method(
-    "libauc-isogclr", whole=WholeLoss(LibaucIndividualLoss, {"other_temperature": 0.01}), options=(_TEMPERATURE, _GAMMA)
-)
+    other_temperature: float = option(0.05, "temperature of the other library's loss", symbol="τ")
+
+
+class CachedMnrlMethod(OtherMethod):
+    module = CachedMnrl
+
+
+@dataclass(frozen=True)
+class MemoryMethod(OtherMethod):
+    module = NTXentWithMemory
+    needs = ("embed_dim", "num_samples")
+    memory: int = option(1024, "number of embeddings in each memory of pytorch-metric-learning", minimum=1)
+
+
+@dataclass(frozen=True)
+class LibaucMethod(OtherMethod):
+    module = LibaucLoss
+    needs = ("num_samples",)
+    other_gamma: float = option(0.9, "weight of the new estimate in libauc's loss", symbol="γ")
+
+
+class LibaucIndividualMethod(LibaucMethod):
+    module = LibaucIndividualLoss
+
+
+CACHED_MNRL = CachedMnrlMethod("cached-mnrl")
+NTXENT_XBM = MemoryMethod("ntxent-xbm", other_temperature=0.07)
+LIBAUC_SOGCLR = LibaucMethod("libauc-sogclr", other_temperature=0.01)
+LIBAUC_ISOGCLR = LibaucIndividualMethod("libauc-isogclr", other_temperature=0.01)

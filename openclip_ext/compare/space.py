@@ -104,7 +104,7 @@ def source(loss: str) -> dict[str, str]:
 
 def own_scheme(loss: str) -> str:
     """Return a loss's default temperature scheme. For OpenCLIP's losses it is ``global``, a learned temperature."""
-    return registry.find_method(loss).temperature_scheme or "global"
+    return registry.options_used_by(loss).get("temperature_scheme", "global")
 
 
 def _options_used(loss: str, options: Mapping[str, Any]) -> Mapping[str, Any]:

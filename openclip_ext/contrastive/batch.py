@@ -39,14 +39,11 @@ class LocalBatch:
         image, text: Embeddings from the caller, ``(B_local, d)``, of any float dtype, with their autograd graph.
         logit_scale: ``1/τ`` from the caller, 0-d, with its autograd graph.
         index: ``(B_local,)`` int64, −1 where the caller's index was out of range. None for a loss without an index.
-        finite: ``(B_local,)`` bool, whether all features of a sample are finite.
         dtype: Dtype of the computation.
         epoch: Epoch of the run, from 0. In a compiled graph, it is a 0-d tensor (see :class:`HostNumber`).
         call: Number of earlier calls in training mode. In a compiled graph, it is a 0-d tensor.
         learning: Whether this call is in training mode.
-        views: 1 for pairs of images and texts; 2 for two views of each image, which are then two samples. With two views,
-            ``image`` contains the first views of all images, then the second views. ``text`` contains the second views, then
-            the first views. So each embedding is an anchor on both sides.
+        mask: ``(B_local,)`` bool, False for samples that do not count. None means that all samples count.
         labels: ``(B_local,)`` or ``(B_local, k)`` int64, equal for equal captions. None means that all captions count as
             different.
         positives_attract: Whether samples with equal labels are positives. If not, they are only excluded from the negatives.
@@ -56,12 +53,11 @@ class LocalBatch:
     text: Tensor
     logit_scale: Tensor
     index: Tensor | None
-    finite: Tensor
     dtype: torch.dtype
     epoch: int | Tensor = 0
     call: int | Tensor = 0
     learning: bool = False
-    views: int = 1
+    mask: Tensor | None = None
     labels: Tensor | None = None
     positives_attract: bool = False
 
@@ -86,8 +82,9 @@ class LocalBatch:
 class GatheredBatch:
     """``B`` samples that are compared with one another. Their features are detached, and have the dtype of the loss.
 
-    A sample with a non-finite feature or an index out of range is masked: ``valid`` is False, and its features are set to 0.
-    So all values computed from a masked sample are finite, and its weight of 0 in :attr:`share` removes them from means.
+    If a feature or the logit scale is not finite, :attr:`ok` is False and all samples are masked. A sample without a reference
+    or with an index out of range is masked alone. ``valid`` is False for masked samples, and their features are set to 0. So
+    all values computed from a masked sample are finite, and its weight of 0 in :attr:`share` removes them from means.
 
     Attributes:
         features: ``(2, B, d)``: images, texts.
@@ -95,17 +92,16 @@ class GatheredBatch:
             ``(2, B)``.
         valid: ``(B,)`` bool, False for masked samples.
         ignored: ``(B,)`` bool, True for masked samples.
-        count: 0-d, number of valid samples, but at least 2 per view, so that divisions by it are finite.
+        count: 0-d, number of valid samples, but at least 2, so that divisions by it are finite.
         negatives: Number of negatives of each valid anchor: 0-d, or ``(B,)`` with labels.
         logit_scale: 0-d. It is 1 if the caller's logit scale is not finite and positive.
-        scale_ok: 0-d bool, whether the logit scale is finite and positive; equal on all processes.
-        ok: 0-d bool, whether the batch is usable: the logit scale is finite and positive, and at least two samples of each
-            view are valid, with at least two different labels if there are labels. If False, all samples are masked.
+        ok: 0-d bool, whether the batch may change the state: all features are finite, the logit scale is finite and positive,
+            and at least two samples are valid, with at least two different labels if there are labels.
         index: Each sample's index in the data set, ``(B,)`` int64, or None.
         first: Position of this process's first sample among the ``B`` samples.
         local_size: Number of this process's samples.
         world_size: Number of processes whose samples are in this batch.
-        epoch, call, learning, views: As in :class:`LocalBatch`.
+        epoch, call, learning: As in :class:`LocalBatch`.
         labels: Groups of equal samples, ``(B,)`` int64, or None. Samples with equal labels are not negatives of each other.
         positive_means: ``(2, B, d)``, mean of each anchor's positives on the other side. None means one positive per anchor.
     """
@@ -117,7 +113,6 @@ class GatheredBatch:
     count: Tensor
     negatives: Tensor
     logit_scale: Tensor
-    scale_ok: Tensor
     ok: Tensor
     index: Tensor | None
     first: int
@@ -126,7 +121,6 @@ class GatheredBatch:
     epoch: int | Tensor
     call: int | Tensor
     learning: bool
-    views: int
     labels: Tensor | None = None
     positive_means: Tensor | None = None
 
@@ -253,20 +247,26 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     if world_size > 1 and not batch.learning:  # a call in training mode has already checked the sizes
         distributed.check_equal_sizes(batch.image)
     features = torch.stack([batch.image.detach(), batch.text.detach()])
-    index, labels, valid = batch.index, batch.labels, batch.finite
+    index, labels, valid = batch.index, batch.labels, batch.mask
     local_size = features.shape[1]
     if world_size > 1:
         features = distributed.all_gather(features).reshape(world_size, 2, local_size, -1)
         features = features.transpose(0, 1).reshape(2, world_size * local_size, -1)
         index = None if index is None else distributed.all_gather(index)
         labels = None if labels is None else distributed.all_gather(labels)
-        valid = finite_rows(features)
+        valid = None if valid is None else distributed.all_gather(valid)
     if index is not None:
-        valid = valid & (index >= 0)
-    number = valid.sum(dtype=batch.dtype)
-    ok = batch.scale_ok & (number >= 2 * batch.views)
-    count = number.clamp(min=2 * batch.views)
-    negatives = count - batch.views
+        valid = index >= 0 if valid is None else valid & (index >= 0)
+    ok = batch.scale_ok & all_finite(features)
+    if valid is None:
+        size = features.shape[1]
+        valid = ok.expand(size)
+        number = torch.full((), size, dtype=batch.dtype, device=features.device)
+    else:
+        number = valid.sum(dtype=batch.dtype)
+        ok = ok & (number >= 2)
+    count = number.clamp(min=2)
+    negatives = count - 1
     if labels is not None:
         labels = merge_labels(labels)
         equal = group_count(labels, valid)
@@ -289,7 +289,6 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         count=count,
         negatives=negatives,
         logit_scale=batch.logit_scale.detach().to(batch.dtype).masked_fill(~batch.scale_ok, 1),
-        scale_ok=batch.scale_ok,
         ok=ok,
         index=index,
         first=distributed.rank() * local_size if world_size > 1 else 0,
@@ -298,24 +297,18 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         epoch=batch.epoch,
         call=batch.call,
         learning=batch.learning,
-        views=batch.views,
         labels=labels,
         positive_means=positive_means,
     )
 
 
-def finite_rows(features: Tensor) -> Tensor:
-    """Return whether both sides of each sample have only finite features, ``(B,)`` bool. ``features`` is ``(2, B, d)``."""
-    # A NaN feature makes the maximum NaN, so the comparison is False. One maximum is much faster than isfinite and all.
-    return features.abs().amax(dim=(0, 2)) < math.inf
+def all_finite(features: Tensor) -> Tensor:
+    """Return whether all features are finite, 0-d bool."""
+    # NaN makes the maximum NaN, so the comparison is False. One maximum is much faster than isfinite and all.
+    return torch.linalg.vector_norm(features, ord=math.inf) < math.inf
 
 
 def _label_means(labels: Tensor, features: Tensor, valid: Tensor) -> Tensor:
     """Return, for each sample, the mean of ``features`` ``(2, B, d)`` over all valid samples with an equal label."""
     rows = features.transpose(1, 2).flatten(0, 1)
     return group_mean(labels, rows, valid).unflatten(0, (2, -1)).transpose(1, 2)
-
-
-def finite_samples(image_features: Tensor, text_features: Tensor) -> Tensor:
-    """Return whether each sample has only finite features, ``(B_local,)`` bool."""
-    return finite_rows(torch.stack([image_features.detach(), text_features.detach()]))

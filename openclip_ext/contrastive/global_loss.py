@@ -67,7 +67,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     Args:
         objective, normalizer, temperature: The three parts of the loss.
         embed_dim, num_samples: Embedding dimension and size of the data set. None means that no part of the loss needs it.
-        views: As in :class:`LocalBatch`.
         reference_dim, steer, distill, reference_temperature: See :mod:`openclip_ext.contrastive.steering`.
         equal_captions: See :mod:`openclip_ext.contrastive.equal_captions`.
 
@@ -82,7 +81,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         temperature: TemperatureScheme,
         embed_dim: int | None,
         num_samples: int | None,
-        views: int = 1,
         reference_dim: int = 0,
         *,
         equal_captions: str = NEGATIVE,
@@ -99,7 +97,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             raise OptionError("equal_captions", f"equal_captions={equal_captions}: {reason}")
         self.equal_captions = equal_captions
         self.needs_positives = equal_captions != NEGATIVE
-        self.views = views
         self.reference_dim, self.steers = reference_dim, steer and reference_dim > 0
         self.distill, self.reference_temperature = distill, reference_temperature
         self.objective = objective
@@ -133,6 +130,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             batch_at_tau, similarities = self._contrast(batch, gather=not self.normalizer.contrasts_locally)
             estimate, weight_ratio = self._estimate(batch_at_tau)
             values = batch_at_tau.batch.mean(self.objective.value(batch_at_tau, estimate.alpha, weight_ratio))
+            values = values.masked_fill(~batch_at_tau.batch.ok, math.nan)
             gradients, gap = self._feature_gradients(
                 batch_at_tau, similarities, estimate, weight_ratio, learns_own or self.temperature.learns_logit_scale
             )
@@ -165,10 +163,11 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     def _contrast(self, local: LocalBatch, gather: bool) -> tuple[BatchAtTemperature, Similarities]:
         batch = gather_batch(local, gather)
-        if batch.size < 2 * batch.views:
+        if batch.size < 2:
             raise ValueError("a contrastive loss needs at least 2 samples, found 1: increase the batch size")
+        tau = self.temperature.temperatures(batch)
         # A scheme may return a view of its own temperatures, which it updates later in this step.
-        similarities = Similarities(batch, self.temperature.temperatures(batch).clone())
+        similarities = Similarities(batch, tau.clone() if self.temperature.learns_own else tau)
         of_all = None if gather else lambda: self._contrast(local, gather=True)[0]
         batch_at_tau = BatchAtTemperature(
             batch, similarities.tau, similarities.log_sums(), self.objective.log_estimate, of_all

@@ -58,6 +58,23 @@ def shifted_exp_(exponents: Tensor, dim: int) -> Tensor:
     return largest.squeeze(dim)
 
 
+def softmax_terms(exponents: Tensor, dim: int, has_masked: bool = True) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the softmax along ``dim`` as ``terms`` and ``scale``, whose product it is, and the log of the sum of ``exp``.
+
+    ``exponents`` may be overwritten. ``scale`` and the log have no dimension ``dim``. On a GPU, ``scale`` is None, which means
+    1: torch's softmax launches fewer kernels. On a CPU, a multiplication of all terms would be one more pass over the memory.
+    ``has_masked``: whether exponents may be much smaller than the largest, or −∞, to mask them.
+    """
+    if exponents.is_cpu:
+        largest = shifted_exp_(exponents, dim)
+        total = exponents.sum(dim)
+        return exponents, total.reciprocal(), total.log_().add_(largest)
+    log_softmax = torch.log_softmax(exponents, dim)
+    # For each sum, the difference of any exponent and its log-softmax is the result, but rounding is worse if it is masked.
+    pair = [values.amax(dim) if has_masked else values.select(dim, 0) for values in (exponents, log_softmax)]
+    return log_softmax.exp_(), None, pair[0] - pair[1]
+
+
 def cosine_decay(start: float, end: float, epoch: int | Tensor, epochs: int) -> float | Tensor:
     """Return the value at ``epoch`` of a half cosine, from ``start`` at epoch 0 to ``end`` at epoch ``epochs`` and later."""
     if isinstance(epoch, Tensor):

@@ -97,7 +97,7 @@ class LoopChecks:
 
     def _check_values(self, loss: "ContrastiveLoss", batch: LocalBatch) -> None:
         lengths = torch.linalg.vector_norm(torch.stack([batch.image, batch.text]).detach().float(), dim=2)
-        lengths = torch.where(batch.finite, lengths, 1)
+        lengths = torch.where(lengths < math.inf, lengths, 1)
         values = [lengths.min(), lengths.max(), batch.logit_scale.detach().float()]
         if batch.index is not None and len(batch.index) > 1:
             values.append((batch.index == batch.index[0]).all().float())

@@ -14,10 +14,9 @@ from openclip_ext import compat, distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive import checks
-from openclip_ext.contrastive.batch import LocalBatch, finite_samples
+from openclip_ext.contrastive.batch import LocalBatch
 from openclip_ext.contrastive.host_number import HostNumber
 from openclip_ext.contrastive.loop_checks import LoopChecks
-from openclip_ext.contrastive.nonfinite import NonfiniteLog
 from openclip_ext.state.sharded_table import ShardedTable, exclude_tables
 from openclip_ext.state.table_files import restore_table
 
@@ -103,7 +102,6 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self._epoch = HostNumber()
         self._calls = HostNumber()
-        self.nonfinite = NonfiniteLog()
         self._checks = LoopChecks()
         self.register_buffer("indices_in_range", torch.ones((), dtype=torch.bool), persistent=False)
 
@@ -135,13 +133,11 @@ class ContrastiveLoss(nn.Module):
 
         Args:
             image_features, text_features: ``(B_local, d)``, unit norm, any float dtype. For a loss of two views, pass the
-                embeddings of the first and of the second views. Samples with a non-finite feature are masked without a
-                host-device sync and reported by :meth:`pop_nonfinite`. ``ClipLoss`` and ``SigLipLoss`` do not mask them.
-            logit_scale: ``1/τ``, one element. If it is not finite and positive, losses other than ``ClipLoss`` and
-                ``SigLipLoss`` return 0 and do not change their state.
+                embeddings of the first and of the second views. If a feature of the global batch is not finite, the result is
+                NaN with a gradient of 0, and the state does not change.
+            logit_scale: ``1/τ``, one element. A scale that is not finite and positive has the same effect.
             logit_bias: OpenCLIP's ``logit_bias``. It affects only sigmoid losses, because it cancels in a softmax.
-            index: ``(B_local,)`` positions of the samples in the data set. Losses without per-sample state use it only to
-                report non-finite samples.
+            index: ``(B_local,)`` positions of the samples in the data set. Losses without per-sample state ignore it.
             output_dict: whether to return the terms instead of their sum.
             outputs: other outputs of the model, which most losses ignore. A loss with ``equal_captions`` uses ``positives``:
                 ``(B_local,)`` int64 labels, which are equal for equal captions, or ``(B_local, k)`` such labels, of which two
@@ -154,8 +150,8 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             ValueError: an input is missing or has a wrong shape or dtype; there are fewer than 2 samples; an index is outside
-                of ``[0, num_samples)`` (on a GPU, raised by the next :meth:`metrics` or :meth:`pop_nonfinite`); on the CPU,
-                the ranks' batch sizes differ; in the first two training calls, the scale is not finite and positive.
+                of ``[0, num_samples)`` (on a GPU, raised by the next :meth:`metrics`); on the CPU, the ranks' batch sizes
+                differ; in the first two training calls, the scale is not finite and positive.
             RuntimeError: a loss with state is called again in the backward pass (``torch.utils.checkpoint``).
 
         Warns:
@@ -184,10 +180,6 @@ class ContrastiveLoss(nn.Module):
             self._check_hard_negatives(outputs.get(HARD_NEGATIVES), text_features)
             terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
             self._checks.after_call(terms.values())
-            size = len(image_features)  # with two views, the batch has twice as many samples
-            names = index if batch.index is None else batch.index[:size]
-            is_index = isinstance(names, Tensor) and names.shape == (size,) and not names.is_floating_point()
-            self.nonfinite.add(batch.call, names if is_index else None, batch.finite[:size], batch.scale_ok)
         self._calls.add(self.training and not recomputes)
         return terms if output_dict else functools.reduce(torch.add, terms.values())
 
@@ -249,18 +241,6 @@ class ContrastiveLoss(nn.Module):
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last call, for the logs. Synchronizes with the device."""
         return {}
-
-    def pop_nonfinite(self) -> list[tuple[int, list[int]]]:
-        """Return ``(call, indices)`` of this process's non-finite samples since the last call of this method.
-
-        Calls are numbered from 0. A sample without an index is reported by its position in the batch. An entry without indices
-        means that ``logit_scale`` was not finite and positive. Synchronizes with the device.
-
-        Raises:
-            ValueError: an index was out of range.
-        """
-        self._raise_if_out_of_range()
-        return self.nonfinite.pop()
 
     def tables(self) -> dict[str, ShardedTable]:
         """Return the tables of per-sample state, by module name."""
@@ -326,7 +306,7 @@ class ContrastiveLoss(nn.Module):
         dtype = torch.promote_types(features.dtype, torch.float32)
         for value in state:
             dtype = torch.promote_types(dtype, value.dtype)
-        if self.nonfinite.entries.device != features.device or any(value.dtype != dtype for value in state):
+        if self.indices_in_range.device != features.device or any(value.dtype != dtype for value in state):
             self.to(device=features.device, dtype=dtype)
         return dtype
 
@@ -346,12 +326,10 @@ class ContrastiveLoss(nn.Module):
             text_features,
             checks.check_logit_scale(logit_scale, image_features),
             index,
-            finite=finite_samples(image_features, text_features),
             dtype=self._follow(image_features),
             epoch=self._epoch.get(),
             call=self._calls.get(),
             learning=learning,
-            views=self.views,
         )
 
     def _check_hard_negatives(self, hard_negatives: Tensor | None, text_features: Tensor) -> None:

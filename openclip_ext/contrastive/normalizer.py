@@ -106,4 +106,4 @@ def minibatch_metrics(batch: LocalBatch) -> dict[str, float]:
         return metrics
     batch_at_tau = contrast_minibatch(batch, gather=False)
     infonce = batch_at_tau.batch.mean(batch_at_tau.infonce).mean().item()
-    return metrics | {"infonce": infonce, "chance": math.log(max(1, int(batch.finite.sum())))}
+    return metrics | {"infonce": infonce, "chance": math.log(max(1, int(batch_at_tau.batch.valid.sum())))}

@@ -42,7 +42,7 @@ class Similarities:
     """Similarities of a batch at the anchors' temperatures ``tau``, ``(2, B)``.
 
     Pairs that are not negatives have the similarity :data:`MASKED_SIMILARITY`: an anchor and its positive, samples with equal
-    labels, pairs with a masked sample, and, if there are two views, an anchor and itself.
+    labels, and pairs with a masked sample.
     """
 
     def __init__(self, batch: GatheredBatch, tau: Tensor) -> None:
@@ -96,15 +96,12 @@ class Similarities:
             rows, row_scale = chunk.softmax(_ROWS, log_sums)
             columns, column_scale = chunk.softmax(_COLUMNS, log_sums)
             if means is not None:
-                torch.mul(torch.linalg.vecdot(rows, chunk.values, dim=1), row_scale, out=means[side, here])
+                means[side, here] = _scaled(torch.linalg.vecdot(rows, chunk.values, dim=1), row_scale)
                 if self.all_local:
-                    sums = torch.linalg.vecdot(columns, chunk.values, dim=0)
-                    if first:
-                        torch.mul(sums, column_scale, out=means[other])
-                    else:
-                        means[other].addcmul_(sums, column_scale)
-            rows.mul_((coefficients[side, chunk.anchors] * row_scale)[:, None])
-            weights = rows.addcmul_(columns, coefficients[other] * column_scale)
+                    sums = _scaled(torch.linalg.vecdot(columns, chunk.values, dim=0), column_scale)
+                    means[other] = sums if first else means[other] + sums
+            rows.mul_(_scaled(coefficients[side, chunk.anchors], row_scale)[:, None])
+            weights = rows.addcmul_(columns, _scaled(coefficients[other], column_scale))
             torch.mm(weights, batch.features[other], out=features[side, here])
             if self.all_local:
                 features[other].addmm_(weights.T, batch.features[side, chunk.anchors], beta=0 if first else 1)
@@ -129,19 +126,12 @@ class _Chunk:
 
     def __init__(self, batch: GatheredBatch, tau: Tensor, side: int, anchors: slice) -> None:
         self.tau, self.side, self.anchors = tau, side, anchors
-        self._terms: dict[int, tuple[Tensor, Tensor]] = {}
+        self._terms: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.values = values = batch.features[side, anchors] @ batch.features[1 - side].T
         values.masked_fill_(batch.ignored[anchors, None] | batch.ignored, MASKED_SIMILARITY)
         if batch.labels is not None:
             values.masked_fill_(batch.labels[anchors, None] == batch.labels, MASKED_SIMILARITY)
         values.diagonal(anchors.start).fill_(MASKED_SIMILARITY)
-        if batch.views == 2:
-            # Mask the anchor's own embedding. On the other side, its position differs by half the local size.
-            positions = torch.arange(anchors.start, anchors.stop, device=values.device)
-            half = batch.local_size // 2
-            local = positions - batch.first
-            other_view = torch.where(local < half, positions + half, positions - half)
-            values.scatter_(1, other_view[:, None], MASKED_SIMILARITY)
 
     def _exponents(self, dim: int) -> Tensor:
         if dim == _ROWS:
@@ -150,20 +140,21 @@ class _Chunk:
 
     def log_sum(self, dim: int) -> Tensor:
         """Return the log of the sum of ``exp(s/τ)`` along ``dim``, with the anchor's τ."""
-        terms = self._exponents(dim)
-        largest = log_math.shifted_exp_(terms, dim)
-        self._terms[dim] = terms, largest
-        return largest + terms.sum(dim).log_()
+        terms, scale, log_sum = log_math.softmax_terms(self._exponents(dim), dim)
+        self._terms[dim] = terms, scale
+        return log_sum
 
-    def softmax(self, dim: int, log_sums: Tensor) -> tuple[Tensor, Tensor]:
+    def softmax(self, dim: int, log_sums: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return this chunk's part of each anchor's softmax over all negatives, given ``log_sums`` ``(2, B)``.
 
         The softmax is returned as two factors: terms ``(c, B)``, which the caller may overwrite, and scales ``(c,)`` or
-        ``(B,)``.
+        ``(B,)``, or None, which means 1.
         """
+        if dim in self._terms:  # kept from :meth:`log_sum`, because the batch is one chunk
+            return self._terms.pop(dim)
         log_sum = log_sums[self.side, self.anchors] if dim == _ROWS else log_sums[1 - self.side]
-        if dim in self._terms:
-            terms, largest = self._terms.pop(dim)
-            return terms, (largest - log_sum).exp_()
-        terms = log_math.exp_(self._exponents(dim).sub_(log_sum.unsqueeze(dim)))
-        return terms, torch.ones_like(log_sum)
+        return log_math.exp_(self._exponents(dim).sub_(log_sum.unsqueeze(dim))), None
+
+
+def _scaled(values: Tensor, scale: Tensor | None) -> Tensor:
+    return values if scale is None else values * scale

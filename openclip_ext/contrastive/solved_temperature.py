@@ -32,7 +32,7 @@ _ANCHORS = 32
 # Number of intervals between the bounds of log τ, for a precision of 0.1 % of τ. Each iteration splits an interval into parts.
 # More parts mean more arithmetic, which is slow on a CPU, but fewer kernel launches, which is fast on a GPU.
 _INTERVALS = 2**12
-_PARTS = {"cpu": 2, "cuda": 8}
+_PARTS = {"cpu": 2, "cuda": 16}
 
 
 class SolvedTemperature(TemperatureScheme):
@@ -136,9 +136,9 @@ def _mean_divergence(similarities: Tensor, weights: Tensor, log_tau: Tensor) -> 
         log_tau: 0-d or ``(parts,)``.
     """
     inverse = torch.exp(-log_tau[..., None, None])
-    terms = similarities * inverse[..., None]
-    largest = log_math.shifted_exp_(terms, dim=-1)
-    total = terms.sum(dim=-1)
-    mean = torch.linalg.vecdot(terms, similarities) / total
-    divergence = mean * inverse - largest - total.log() + math.log(similarities.shape[-1])
+    terms, scale, log_sum = log_math.softmax_terms(similarities * inverse[..., None], dim=-1, has_masked=False)
+    mean = torch.linalg.vecdot(terms, similarities)
+    if scale is not None:
+        mean = mean * scale
+    divergence = mean * inverse - log_sum + math.log(similarities.shape[-1])
     return (divergence * weights).sum(dim=(-2, -1))

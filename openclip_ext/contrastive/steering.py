@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, finite_samples
+from openclip_ext.contrastive.batch import GatheredBatch, LocalBatch, all_finite
 from openclip_ext.contrastive.similarities import MASKED_SIMILARITY, anchor_chunks
 
 # The logged metrics of a step use all pairs of up to this many samples.
@@ -40,13 +40,11 @@ def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
             f"reference: expected the reference model's embeddings of images and of texts, {expected} each, found {found}"
         )
     image, text = (side.detach().to(batch.image.device, batch.dtype, non_blocking=True) for side in reference)
-    # NaN also masks the sample on the other ranks, because they receive its features, but not ``finite``.
-    image, text = (side.masked_fill(~side.any(dim=1, keepdim=True), torch.nan) for side in (image, text))
     return replace(
         batch,
         image=torch.cat([image, batch.image.to(batch.dtype)], dim=1),
         text=torch.cat([-text, batch.text.to(batch.dtype)], dim=1),
-        finite=batch.finite & finite_samples(image, text),
+        mask=image.any(dim=1) & text.any(dim=1),
     )
 
 
@@ -129,8 +127,9 @@ def report(batch: LocalBatch, width: int) -> dict[str, float]:
         batch: Samples whose features contain the reference's block, then the model's, without an autograd graph.
         width: Embedding dimension of the reference's block.
     """
-    usable = batch.finite.nonzero()[:_REPORTED, 0]
-    if len(usable) < 2:
+    assert batch.mask is not None, "set by with_reference"
+    usable = batch.mask.nonzero()[:_REPORTED, 0]
+    if len(usable) < 2 or not all_finite(torch.stack([batch.image, batch.text])):
         return {}
     image, text = batch.image[usable], batch.text[usable]
     reference = -(image[:, :width] @ text[:, :width].T)

@@ -26,15 +26,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import BatchAtTemperature
+from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.host_number import HostNumber
 from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, PARTITION_MEAN, Estimand, NeuCLIPObjective, Objective
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, PARTITION_MEAN, Estimand, Objective
 from openclip_ext.contrastive.seeding import generator
 from openclip_ext.contrastive.similarities import anchor_chunks
-from openclip_ext.losses.method import Method, NormalizerPart
 
 # Number of tensors of the embeddings' size in the autograd graph of a fit.
 _GRAPH_TENSORS = 8
@@ -156,12 +156,12 @@ class MlpNormalizer(Normalizer):
         # In a compiled graph, both conditions are tensors. The graph computes a fit in every step, but applies only a due fit.
         if not isinstance(fits, bool):
             self._fit(batch_at_tau.of_all_processes(), fits)
-            self._average_target(batch.scale_ok & averages)
+            self._average_target(_on_all_processes(batch) & averages)
         else:
             if fits:
                 self._fit(batch_at_tau.of_all_processes())
             if averages:
-                self._average_target(batch.scale_ok)
+                self._average_target(_on_all_processes(batch))
         self._epoch_step.add(1)
         return self.predict(batch_at_tau)
 
@@ -192,6 +192,13 @@ class MlpNormalizer(Normalizer):
         share = torch.where(ok, 1 - self.ema_decay, 0).to(self.target.biases[0].dtype)
         for average, value in zip(self.target.parameters(), self.online.parameters(), strict=True):
             average.lerp_(value, share)
+
+
+def _on_all_processes(batch: GatheredBatch) -> Tensor:
+    """Return :attr:`GatheredBatch.ok` of all processes' samples, 0-d bool. Collective: all ranks call it."""
+    if batch.world_size == distributed.world_size():
+        return batch.ok
+    return distributed.all_reduce_max((~batch.ok).to(torch.float32)) == 0
 
 
 def amortization_objective(
@@ -226,7 +233,7 @@ def amortization_objective(
     return log_math.saturating_exp(log_batch - log_target) * divergence + l2_log_weight * squared
 
 
-class Partition(Objective):
+class PartitionObjective(Objective):
     """The objective of stage II [6]: ``½(ℓ/c + ρ/c)`` with ``c = 1/τ`` and ``α = log λ − c·s_ii``.
 
     The positive pair is one of the ``B`` terms of the mean. The term ``−s_ii`` has the coefficient 1. The derivative with
@@ -270,31 +277,3 @@ class PartitionNormalizer(MlpNormalizer):
         if not self.negatives_only:
             return Estimate(alpha)
         return Estimate(torch.logaddexp(alpha, -batch_at_tau.batch.log_pairs))
-
-
-METHOD = Method(
-    name="amorlip",
-    normalizer="mlp",
-    temperature_scheme="global",
-    objective=Partition,
-    temperature_defaults={"lr_tau": 2e-4, "rho_end": -8.0},
-    fixed={"slow_when_small": True},
-    parts=(
-        NormalizerPart("mlp", MlpNormalizer, objective=NeuCLIPObjective, defaults={"normalizer_lr": 1e-3}),
-        NormalizerPart(
-            "mlp",
-            PartitionNormalizer,
-            objective=Partition,
-            defaults={
-                "normalizer_objective": "l2-log",
-                "normalizer_updates": 3,
-                "normalizer_lr": 1e-3,
-                "fit_every": 8,
-                "target_every": 2,
-                "ema_decay": 0.999,
-                "previous_weight": 0.8,
-                "reinitialize": True,
-            },
-        ),
-    ),
-)

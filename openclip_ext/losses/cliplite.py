@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.batch import LocalBatch, finite_samples
+from openclip_ext.contrastive.batch import LocalBatch, all_finite
 from openclip_ext.contrastive.checks import is_in_backward
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import minibatch_metrics
 from openclip_ext.contrastive.seeding import generator, linear
 from openclip_ext.contrastive.temperature import log_inverse
-from openclip_ext.losses.method import Method, WholeLoss
 
 _BATCH_NORM_EPS = 1e-5
 _BATCH_NORM_MOMENTUM = 0.1
@@ -61,16 +60,15 @@ class Projection(nn.Module):
         features = features.to(self.hidden.weight.dtype)
         return self._finish(features, self.hidden(features), self.running_mean, self.running_var)
 
-    def project(self, features: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Map like :meth:`forward`, but for training: use the statistics of the batch's valid samples (at least two).
+    def project(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Map like :meth:`forward`, but for training: use the statistics of the batch of at least two samples.
 
         Returns:
             The projections, and the batch's mean and unbiased variance for the running statistics, ``(2, projection_dim)``.
         """
         hidden = self.hidden(features)
-        count = valid.sum().clamp(min=2)
-        mean = torch.where(valid[:, None], hidden, 0).sum(dim=0) / count
-        variance = torch.where(valid[:, None], hidden - mean, 0).square().sum(dim=0) / count
+        count = len(hidden)
+        variance, mean = torch.var_mean(hidden, dim=0, correction=0)
         statistics = torch.stack([mean, variance * count / (count - 1)]).detach()
         return self._finish(features, hidden, mean, variance), statistics
 
@@ -123,30 +121,26 @@ class ClipLiteLoss(ContrastiveLoss):
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
         if len(batch.image) < 2:
             raise ValueError("CLIP-Lite needs at least 2 samples, found 1: increase the batch size")
-        finite, scale_ok = batch.finite, batch.scale_ok
-        ok = scale_ok & (finite.sum() >= 2)
-        valid = finite & ok
-        scale = torch.where(scale_ok, batch.logit_scale.to(batch.dtype), 1)
-        features = [torch.where(valid[:, None], side.to(batch.dtype), 0) for side in (batch.image, batch.text)]
-        image, text = (functional.normalize(side, dim=1) for side in self._projected(features, valid, ok))
+        ok = batch.scale_ok & all_finite(torch.stack([batch.image, batch.text]).detach())
+        scale = torch.where(batch.scale_ok, batch.logit_scale.to(batch.dtype), 1)
+        features = [torch.where(ok, side.to(batch.dtype), 0) for side in (batch.image, batch.text)]
+        image, text = (functional.normalize(side, dim=1) for side in self._projected(features, ok))
         positive = scale * (image * text).sum(dim=1)
-        negative = scale * (image * text[_next_valid(valid)]).sum(dim=1)
+        negative = scale * (image * text.roll(-1, dims=0)).sum(dim=1)
         terms = functional.softplus(-positive) + functional.softplus(negative)
-        image, text = image.detach(), text.detach()
-        counted = valid & finite_samples(image, text)
-        self._last = LocalBatch(image, text, scale.detach(), index=None, finite=counted, dtype=image.dtype)
-        return {"contrastive_loss": torch.where(valid, terms, 0).sum() / valid.sum().clamp(min=2)}
+        self._last = LocalBatch(image, text, scale, index=None, dtype=image.dtype).detached()
+        return {"contrastive_loss": torch.where(ok, terms.mean(), torch.nan)}
 
-    def _projected(self, features: list[Tensor], valid: Tensor, ok: Tensor) -> list[Tensor]:
+    def _projected(self, features: list[Tensor], ok: Tensor) -> list[Tensor]:
         sides = (self.projections.image, self.projections.text)
         if not self.training:
             return [projection(side) for projection, side in zip(sides, features, strict=True)]
-        results = [projection.project(side, valid) for projection, side in zip(sides, features, strict=True)]
+        results = [projection.project(side) for projection, side in zip(sides, features, strict=True)]
         statistics = torch.stack([statistics for _, statistics in results])
-        # A single all-reduce sums the statistics of all processes with valid samples, and counts these processes.
-        sums = distributed.all_reduce_sum(torch.cat([(statistics * ok).flatten(), ok[None].to(statistics.dtype)]))
-        mean = (sums[:-1] / sums[-1].clamp(min=1)).reshape(statistics.shape)
-        share = _BATCH_NORM_MOMENTUM * (sums[-1] > 0).to(sums.dtype)
+        # A single all-reduce sums the statistics of all processes, and counts the processes with finite features.
+        sums = distributed.all_reduce_sum(torch.cat([statistics.flatten(), ok[None].to(statistics.dtype)]))
+        mean = (sums[:-1] / distributed.world_size()).reshape(statistics.shape)
+        share = _BATCH_NORM_MOMENTUM * (sums[-1] == distributed.world_size()).to(sums.dtype)
         if not is_in_backward():  # in a recomputation, this batch has already updated the running statistics
             for projection, statistics in zip(sides, mean, strict=True):
                 projection.follow(statistics, share)
@@ -155,17 +149,3 @@ class ClipLiteLoss(ContrastiveLoss):
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last call: the temperature, and ``infonce`` and ``chance`` of this process's projections."""
         return {} if self._last is None else minibatch_metrics(self._last)
-
-
-def _next_valid(valid: Tensor) -> Tensor:
-    """Return ``π`` ``(B,)``: for each sample the position of the next valid sample, cyclically."""
-    order = torch.argsort((~valid).to(torch.uint8), stable=True)
-    place = valid.cumsum(dim=0) - 1
-    return order[(place + 1) % valid.sum().clamp(min=1)]
-
-
-METHOD = Method(
-    name="cliplite",
-    head=Projections,
-    whole=WholeLoss(ClipLiteLoss, {"temperature": 0.07}),
-)

@@ -22,7 +22,6 @@ Example:
     >>> terms = loss(image_features, text_features, logit_scale, index=index, output_dict=True)
 """
 
-from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -30,8 +29,7 @@ from torch import Tensor
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Estimand, FastCLIPObjective, Unscaled
-from openclip_ext.losses.method import Method, NormalizerPart
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Estimand, Unscaled
 from openclip_ext.state.sharded_table import ShardedTable, group_log_mean
 
 
@@ -104,25 +102,3 @@ class Ratio(Unscaled):
 
     def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
         return log_math.saturating_exp(batch_at_tau.log_g - alpha)
-
-
-_FASTCLIP = Method(
-    name="fastclip",
-    normalizer="moving-average",
-    temperature_scheme="global",
-    temperature_defaults={"lr_tau": 2e-4},
-    fixed={"slow_when_small": True},
-)
-METHODS = (
-    Method(
-        name="fastclip-v0",
-        normalizer="moving-average",
-        temperature_scheme="global",
-        objective=Ratio,
-        parts=(NormalizerPart("moving-average", MovingAverageNormalizer, objective=FastCLIPObjective),),
-    ),
-    Method(name="fastclip-v1", normalizer="moving-average", temperature_scheme="constant"),
-    Method(name="fastclip-v2", normalizer="moving-average", temperature_scheme="per-sample"),
-    replace(_FASTCLIP, name="fastclip-v3"),
-    _FASTCLIP,
-)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.losses.registry import METHODS
+from openclip_ext.losses.registry import head_classes
 
 HEADS_KEY = "heads"
 
@@ -61,7 +61,7 @@ def heads_entry(heads: nn.Module) -> dict[str, Any]:
 
 def _build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
     # Only registered classes are accepted, because a file must not decide which code is imported.
-    known: dict[str, Any] = {method.head.kind: method.head for method in METHODS.values() if method.head is not None}
+    known: dict[str, Any] = {head.kind: head for head in head_classes()}
     kind = entry.get("kind")
     if kind not in known:
         fix = "If they are of your own loss, import it in Python with registry.find_method, and evaluate there"

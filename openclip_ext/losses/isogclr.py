@@ -22,12 +22,7 @@ from torch import Tensor
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.host_number import choose
-from openclip_ext.contrastive.objectives import FastCLIPObjective
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
-from openclip_ext.losses.fastclip import MovingAverageNormalizer
-from openclip_ext.losses.method import Method, TemperaturePart, WholeLoss
-from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TwoViewLoss
-from openclip_ext.losses.sogclr import CONSTANT_GAMMA
 from openclip_ext.state.sharded_table import ShardedTable, group_mean
 
 _LARGEST_GRADIENT = 5.0
@@ -93,19 +88,3 @@ class PerSampleTemperature(TemperatureScheme):
         size = (square / (1 - beta2 ** (batch.epoch + 1))).sqrt() + _EPS
         tau = (batch_at_tau.tau - self.lr * corrected / size).clamp(*self.bounds)
         self.table.write(index, torch.cat([tau, mean, square]), batch.valid)
-
-
-_DEFAULTS = {"temperature": 0.03, "lr_tau": 0.0133, "rho": 7.0}
-
-METHOD = Method(
-    name="isogclr",
-    normalizer="moving-average",
-    temperature_scheme="per-sample",
-    normalizer_defaults=CONSTANT_GAMMA,
-    parts=(TemperaturePart("per-sample", PerSampleTemperature, _DEFAULTS),),
-    two_views=WholeLoss(
-        TwoViewLoss,
-        _DEFAULTS | TWO_VIEW_DEFAULTS | CONSTANT_GAMMA,
-        parts=(FastCLIPObjective, MovingAverageNormalizer, PerSampleTemperature),
-    ),
-)

@@ -27,22 +27,22 @@ Example:
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adagrad import adagrad
 
+from openclip_ext import compat
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.checks import can_read_values
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, NeuCLIPObjective
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.contrastive.steering import block_norms, blocks, normalize_blocks
-from openclip_ext.losses.method import Method, NormalizerPart
 
 _ADAGRAD_EPS = 1e-10
 
@@ -121,14 +121,13 @@ def estimate_from_prototypes(
             terms += log_multiplicity
         if excluded is not None:
             _mask_out_(terms, excluded[anchors])
-        largest = log_math.shifted_exp_(terms, dim=2)
-        shift = largest - offset[:, anchors]
-        log_mean = shift + terms.sum(dim=2).log_()
+        terms, scale, log_sum = log_math.softmax_terms(terms, dim=2)
+        log_mean = log_sum - offset[:, anchors]
         alpha[:, here] = log_math.log_add(log_mean, eps)
         share[:, here] = (log_mean - alpha[:, here]).exp_()
         if pull is not None:
-            scale = (shift - alpha[:, here]).exp_()
-            torch.mul(terms @ directions, scale[:, :, None], out=pull[:, here])
+            factor = share[:, here] if scale is None else share[:, here] * scale
+            torch.mul(terms @ directions, factor[:, :, None], out=pull[:, here])
     return PrototypeEstimate(batch_at_tau, alpha, share, pull)
 
 
@@ -277,26 +276,18 @@ class PrototypeNormalizer(Normalizer):
         return Estimate(alpha, feature_gradient=estimate.feature_gradient, tau_slope=slope)
 
 
-def _adagrad_step(parameter: Tensor, gradient: Tensor, accumulator: Tensor, lr: float) -> None:
-    """Make one in-place step like ``torch.optim.Adagrad`` with its defaults. ``accumulator`` is updated in place."""
-    if parameter.is_cpu and not torch.compiler.is_compiling():
-        # torch's fused function makes one pass over memory instead of four. Without decay of the learning rate, the step count
-        # has no effect, so it is always 0.
-        adagrad(
-            [parameter],
-            [gradient],
-            [accumulator],
-            [torch.zeros(())],
-            fused=True,
-            lr=lr,
-            weight_decay=0.0,
-            lr_decay=0.0,
-            eps=_ADAGRAD_EPS,
-            maximize=False,
-        )
+def _adagrad_step(parameter: Tensor, gradient: Tensor, accumulator: Tensor, step: Tensor, lr: float) -> None:
+    """Make one in-place step like ``torch.optim.Adagrad`` with its defaults. ``accumulator`` is updated in place.
+
+    ``step`` is 0, because the number of steps has no effect without decay of the learning rate.
+    """
+    if torch.compiler.is_compiling() or not compat.has_fused_adagrad(parameter.device):
+        accumulator.addcmul_(gradient, gradient)
+        parameter.addcdiv_(gradient, accumulator.sqrt().add_(_ADAGRAD_EPS), value=-lr)
         return
-    accumulator.addcmul_(gradient, gradient)
-    parameter.addcdiv_(gradient, accumulator.sqrt().add_(_ADAGRAD_EPS), value=-lr)
+    # torch's fused function makes one pass over memory instead of four.
+    options: dict[str, Any] = {"lr": lr, "weight_decay": 0.0, "lr_decay": 0.0, "eps": _ADAGRAD_EPS, "maximize": False}
+    torch._fused_adagrad_([parameter], [gradient], [accumulator], [step], **options)
 
 
 class _Fit:
@@ -324,6 +315,7 @@ class _Fit:
         self.chunks = list(anchor_chunks(slice(0, batch.size), 2 * number))
         # Every update reuses these buffers, because on a CPU, allocating memory takes as long as a pass over the memory.
         self.directions, self.gradient = self.prototypes.new_empty((2, *self.prototypes.shape))
+        self.step = torch.zeros((), device=tau.device)
         # Rows are prototypes, because both matrix products then read their first factor row by row.
         self.terms = self.scaled.new_empty(2, number, self.chunks[0].stop)
 
@@ -338,40 +330,19 @@ class _Fit:
             gradient, directions = self.gradient[..., block], self.directions[..., block]
             along = torch.linalg.vecdot(gradient, directions).unsqueeze(-1)
             gradient.addcmul_(directions, along, value=-1).div_(norm)
-        _adagrad_step(self.prototypes, self.gradient, self.normalizer.accumulator, self.normalizer.lr)
+        _adagrad_step(self.prototypes, self.gradient, self.normalizer.accumulator, self.step, self.normalizer.lr)
 
     def _add_gradient(self, anchors: slice) -> None:
         """Add the part of some anchors to the gradient for the unit prototypes. The first chunk overwrites the buffer."""
-        terms = self.terms[:, :, : anchors.stop - anchors.start]
-        torch.bmm(self.directions, self.scaled[:, anchors].transpose(1, 2), out=terms)
-        largest = log_math.shifted_exp_(terms, dim=1)
-        log_sum = terms.sum(dim=1).log_().add_(largest)
+        exponents = self.terms[:, :, : anchors.stop - anchors.start]
+        torch.bmm(self.directions, self.scaled[:, anchors].transpose(1, 2), out=exponents)
+        terms, scale, log_sum = log_math.softmax_terms(exponents, dim=1, has_masked=False)
         alpha = torch.logaddexp(log_sum, self.log_eps[:, anchors])
         descent = self.log_estimate[:, anchors] - alpha
         if self.is_unified:
-            descent = descent.clamp(max=log_math.max_exponent(descent.dtype)).expm1()
-        pull = descent.mul_(largest.sub_(alpha).exp_())[:, :, None] * self.factors[:, anchors]
+            descent = descent.clamp_(max=log_math.max_exponent(descent.dtype)).expm1_()
+        descent.mul_(log_sum.sub_(alpha).exp_())
+        if scale is not None:
+            descent.mul_(scale)
+        pull = descent[:, :, None] * self.factors[:, anchors]
         self.gradient.baddbmm_(terms, pull, beta=0 if anchors.start == 0 else 1, alpha=-1)
-
-
-_PAPER = Method(
-    name="neuclip-paper",
-    normalizer="prototypes",
-    temperature_scheme="global",
-    normalizer_defaults={"alpha_gradient": True},
-    parts=(
-        NormalizerPart("prototypes", PrototypeNormalizer, objective=NeuCLIPObjective, defaults={"lr_tau": 1.25e-4}),
-    ),
-)
-METHODS = (
-    # With a solved temperature and a verified fit, no run collapsed (docs/methods/neuclip.md).
-    replace(
-        _PAPER,
-        name="neuclip",
-        temperature_scheme="solved",
-        normalizer_defaults={"alpha_gradient": True, "verify_fit": True},
-        pretrained_scheme="global",
-        parts=(),
-    ),
-    _PAPER,
-)

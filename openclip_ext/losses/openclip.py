@@ -25,7 +25,6 @@ from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, read_lab
 from openclip_ext.contrastive.loss import HARD_NEGATIVES, ContrastiveLoss
 from openclip_ext.contrastive.normalizer import contrast_minibatch, minibatch_metrics
 from openclip_ext.contrastive.objectives import PARTITION_MEAN, Unscaled
-from openclip_ext.losses.method import Method, WholeLoss
 from openclip_ext.state.sharded_table import merge_labels
 
 # Outputs of a captioner in addition to its embeddings.
@@ -184,18 +183,3 @@ class SiglipLoss(ContrastiveLoss):
     def metrics(self) -> dict[str, float]:
         """Return the last call's temperature, and ``infonce`` and ``chance`` of this process's samples."""
         return {} if self._last is None else minibatch_metrics(self._last)
-
-
-METHODS = (
-    Method(
-        name="openclip",
-        whole=WholeLoss(OpenClipLoss),
-        normalizer="minibatch",
-        temperature_scheme="global",
-        objective=InfoNce,
-    ),
-    Method(
-        name="siglip",
-        whole=WholeLoss(SiglipLoss),
-    ),
-)

@@ -26,9 +26,8 @@ from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, NeuCLIPObjective
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN
 from openclip_ext.contrastive.steering import blocks, normalize_blocks
-from openclip_ext.losses.method import Method, NormalizerPart
 from openclip_ext.losses.neuclip import estimate_from_prototypes
 
 
@@ -95,16 +94,3 @@ class QueueNormalizer(Normalizer):
             batch_share=self.batch_weight,
             feature_gradient=lambda weights: queue.feature_gradient(weights * queue_share),
         )
-
-
-METHOD = Method(
-    name="queueclip",
-    normalizer="queue",
-    temperature_scheme="solved",
-    # The queue reduces the variance of the encoders' gradient only if it includes the gradient through α. lr_tau is NeuCLIP's.
-    parts=(
-        NormalizerPart(
-            "queue", QueueNormalizer, objective=NeuCLIPObjective, defaults={"alpha_gradient": True, "lr_tau": 1.25e-4}
-        ),
-    ),
-)

@@ -20,9 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from openclip_ext.contrastive.batch import BatchAtTemperature
-from openclip_ext.contrastive.objectives import FastCLIPObjective
 from openclip_ext.losses.fastclip import SampleAverages
-from openclip_ext.losses.method import Method, NormalizerPart
 
 _QUANTILES = (0.05, 0.5, 0.95)
 
@@ -53,13 +51,3 @@ class ScentNormalizer(SampleAverages):
             return {}
         quantiles = torch.quantile(gamma, gamma.new_tensor(_QUANTILES)).tolist()
         return {f"gamma_q{round(100 * q)}": value for q, value in zip(_QUANTILES, quantiles, strict=True)}
-
-
-METHOD = Method(
-    name="scent",
-    normalizer="scent",
-    temperature_scheme="global",
-    temperature_defaults={"lr_tau": 2e-4},
-    fixed={"slow_when_small": True},
-    parts=(NormalizerPart("scent", ScentNormalizer, objective=FastCLIPObjective),),
-)

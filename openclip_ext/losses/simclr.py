@@ -20,16 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openclip_ext.cli.options import OptionError
-from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, finite_samples
+from openclip_ext import distributed
+from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, all_finite
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
-from openclip_ext.contrastive.normalizer import MinibatchNormalizer, Normalizer
+from openclip_ext.contrastive.normalizer import Normalizer
 from openclip_ext.contrastive.objectives import Estimand, Objective, Unscaled
 from openclip_ext.contrastive.seeding import generator, linear
-from openclip_ext.contrastive.temperature import ConstantTemperature, TemperatureScheme
-from openclip_ext.losses.method import Method, WholeLoss
-
-TWO_VIEW_DEFAULTS = {"temperature": 0.1, "projection_dim": 128, "views": 2}
+from openclip_ext.contrastive.temperature import TemperatureScheme
 
 
 class Projector(nn.Module):
@@ -54,12 +51,13 @@ class Projector(nn.Module):
 class TwoViewLoss(GlobalContrastiveLoss):
     """A global contrastive loss of ``2·B`` views. The positive of each view is the other view of the same image.
 
-    The negatives of an anchor are the ``2·(B−1)`` views of all other images. There are ``2·B`` positive pairs: each first view
-    with its second view, and each second view with its first view. The pair of an anchor with itself is masked. All anchors
-    of an image have the image's index.
+    The pairs are first views with second views, and second views with first views. So each view is an anchor on both sides.
+    The views of an image have the image's index and one label. So the negatives of an anchor are the ``2·(B−1)`` views of all
+    other images, and the pair of an anchor with itself is masked.
     """
 
     expects_unit_norm = False
+    views = 2
 
     def __init__(
         self,
@@ -70,14 +68,9 @@ class TwoViewLoss(GlobalContrastiveLoss):
         *,
         embed_dim: int,
         projection_dim: int | None,
-        views: int,
         seed: int,
     ) -> None:
-        if views != 2:
-            raise OptionError(
-                "views", f"views={views}: this loss compares two views of each image. Use openclip for images and texts"
-            )
-        super().__init__(objective, normalizer, scheme, embed_dim, num_samples, views)
+        super().__init__(objective, normalizer, scheme, embed_dim, num_samples)
         self.projector = Projector(embed_dim, projection_dim or embed_dim, seed)
 
     def model_head(self) -> Projector:
@@ -85,16 +78,20 @@ class TwoViewLoss(GlobalContrastiveLoss):
         return self.projector
 
     def _batch(self, *inputs: Any, **options: Any) -> LocalBatch:
-        """Return the pairs of projected views, after a check of the inputs. Embeddings of masked images are NaN."""
+        """Return the pairs of projected views, after a check of the inputs. If one is not finite, all results are NaN."""
         batch = super()._batch(*inputs, **options)
-        finite = batch.finite[:, None]
+        size = len(batch.image)
+        if size < 2:
+            raise ValueError("a contrastive loss needs at least 2 images, found 1: increase the batch size")
+        finite = all_finite(torch.stack([batch.image, batch.text]).detach())
         first, second = (
             torch.where(finite, self._project(torch.where(finite, view.to(batch.dtype), 0)), torch.nan)
             for view in (batch.image, batch.text)
         )
         image, text = torch.cat([first, second]), torch.cat([second, first])
         index = None if batch.index is None else batch.index.repeat(2)
-        return replace(batch, image=image, text=text, index=index, finite=finite_samples(image, text))
+        labels = torch.arange(size, device=image.device).repeat(2) + size * distributed.rank()
+        return replace(batch, image=image, text=text, index=index, labels=labels)
 
     def _project(self, features: Tensor) -> Tensor:
         return functional.normalize(self.projector(features), dim=1)
@@ -122,8 +119,3 @@ class InfoNce(Unscaled):
 
     def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
         return alpha
-
-
-_WHOLE = WholeLoss(TwoViewLoss, TWO_VIEW_DEFAULTS, parts=(InfoNce, MinibatchNormalizer, ConstantTemperature))
-
-METHOD = Method(name="simclr", head=Projector, whole=_WHOLE, two_views=_WHOLE)

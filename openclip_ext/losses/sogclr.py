@@ -25,14 +25,8 @@ from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.normalizer import Estimate
 from openclip_ext.contrastive.objectives import Estimand, Objective
-from openclip_ext.contrastive.temperature import ConstantTemperature
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
-from openclip_ext.losses.method import Method, WholeLoss
-from openclip_ext.losses.simclr import TWO_VIEW_DEFAULTS, TwoViewLoss
 from openclip_ext.state.sharded_table import group_log_mean
-
-CONSTANT_GAMMA = {"gamma": 0.8, "gamma_schedule": "constant"}
-
 
 _UNCENTERED_MEAN = Estimand(
     "log u, where u is the mean of exp(s/τ) over the negatives (the positive pair is not subtracted)",
@@ -76,16 +70,3 @@ class UncenteredMovingAverage(MovingAverageNormalizer):
 
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         return Estimate(log_math.log_add(self.stored(batch_at_tau), self.eps))
-
-
-METHOD = Method(
-    name="sogclr",
-    normalizer="moving-average",
-    temperature_scheme="constant",
-    normalizer_defaults=CONSTANT_GAMMA,
-    two_views=WholeLoss(
-        TwoViewLoss,
-        TWO_VIEW_DEFAULTS | CONSTANT_GAMMA,
-        parts=(Decoupled, UncenteredMovingAverage, ConstantTemperature),
-    ),
-)

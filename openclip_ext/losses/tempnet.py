@@ -29,7 +29,6 @@ from openclip_ext.contrastive.inner_optimizers import InnerAdam
 from openclip_ext.contrastive.seeding import generator
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
-from openclip_ext.losses.method import Method, TemperaturePart
 
 _PROTOTYPES = 256
 _SHARPNESS = 0.01
@@ -144,11 +143,3 @@ def _kept_in_a_graph(features: Tensor, call: Tensor, seed: int) -> Tensor:
 @_kept_in_a_graph.register_fake
 def _(features: Tensor, call: Tensor, seed: int) -> Tensor:
     return torch.empty_like(features, dtype=torch.bool)
-
-
-METHOD = Method(
-    name="tempnet",
-    normalizer="moving-average",
-    temperature_scheme="predicted",
-    parts=(TemperaturePart("predicted", PredictedTemperature, {"lr_tau": 3e-5, "rho": 9.5}),),
-)

@@ -1,6 +1,6 @@
 """Skip steps with non-finite gradients: parameters and state stay unchanged on every rank.
 
-One NaN pixel makes every gradient NaN: the loss masks the sample, but the backward pass still uses the encoder's NaN
+One NaN pixel makes every gradient NaN: the loss does not change its state, but the backward pass still uses the encoder's NaN
 activations. On a CPU, the host decides before each update whether to skip it. On a GPU, this decision would need a sync in
 every step. So the GPU itself skips the update, and the host reads the result some steps later.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
-from openclip_ext.contrastive.loss import ContrastiveLoss, finite_samples
+from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.training import parallel
 
 # On a GPU, the host reads a step's outcome this many steps later.
@@ -34,8 +34,10 @@ _SMALL = 1 << 22
 class StepOutcome:
     """The outcome of a step, as tensors on the model's device."""
 
-    good: Tensor  # 0-d bool, equal on all ranks: all gradients are finite, and at least one sample is valid
-    has_valid: Tensor  # 0-d bool, equal on all ranks: at least one sample is valid, so the loss has a value
+    good: Tensor  # 0-d bool, equal on all ranks: all gradients and features are finite
+    has_loss: (
+        Tensor  # 0-d bool, equal on all ranks: all features and the logit scale are finite, so the loss has a value
+    )
     bad_rows: Tensor  # (B_local,) bool: samples with non-finite pixels, or, if there are none, with non-finite features
 
 
@@ -46,7 +48,7 @@ class SkippedStep:
     number: int
     samples: list[int]  # indices of this rank's non-finite samples, or of all its samples if all are finite
     are_bad: bool  # whether ``samples`` lists non-finite samples, not the full batch
-    has_loss: bool  # whether at least one sample of the global batch was valid
+    has_loss: bool  # whether all features of the global batch were finite
 
 
 class StepGuard:
@@ -62,7 +64,6 @@ class StepGuard:
         self._on_host = on_host
         self._before: list[_Copies] = []
         self._counters: dict[str, Any] = {}
-        self._call = 0
         self._pending: deque[tuple[int, Tensor, Tensor, torch.cuda.Event | None]] = deque()
         self.skipped = 0
         self.in_a_row = 0
@@ -84,7 +85,6 @@ class StepGuard:
         state = self._loss.replicated_state()
         self._counters = {name: _copy(state.pop(name)) for name in list(state) if name.endswith(_EXTRA_STATE)}
         self._before.append(_Copies(list(state.values())))
-        self._call = self._loss.calls
         for table in self._loss.tables().values():
             table.overwritten = None
 
@@ -95,13 +95,15 @@ class StepGuard:
         ``images`` is empty if the pixels are integers, which are always finite. The gradients of ``parameters`` are already
         averaged over ranks.
         """
-        finite_rows = finite_samples(outputs["image_features"], outputs["text_features"])
-        has_valid = finite_rows.any() & (outputs["logit_scale"].detach().reshape(()).abs() < math.inf)
+        features = torch.stack([outputs["image_features"], outputs["text_features"]]).detach()
+        # A NaN feature makes the maximum NaN, so the comparison is False.
+        finite_rows = features.abs().amax(dim=(0, 2)) < math.inf
+        has_loss = finite_rows.all() & (outputs["logit_scale"].detach().reshape(()).abs() < math.inf)
         finite = _all_finite(parameters)
         if distributed.world_size() > 1:
-            flags = distributed.all_reduce_max(torch.stack([~finite, has_valid]).to(torch.float32))
-            finite, has_valid = flags[0] == 0, flags[1] > 0
-        good = finite & has_valid
+            flags = distributed.all_reduce_max(torch.stack([~finite, ~has_loss]).to(torch.float32))
+            finite, has_loss = flags[0] == 0, flags[1] == 0
+        good = finite & has_loss
         bad_rows = ~finite_rows
         if images and (not good.is_cpu or not good):
             # Pixels are checked before features, because BatchNorm spreads NaN to the features of all samples. The maximum
@@ -109,7 +111,7 @@ class StepGuard:
             largest = [torch.linalg.vector_norm(image.flatten(1), ord=math.inf, dim=1) for image in images]
             bad_images = ~(torch.cat(largest) < math.inf)
             bad_rows = torch.where(bad_images.any(), bad_images, bad_rows)
-        return StepOutcome(good, has_valid, bad_rows)
+        return StepOutcome(good, has_loss, bad_rows)
 
     def decides_on_host(self, outcome: StepOutcome) -> bool:
         """Return whether the host reads the outcome before the update."""
@@ -138,7 +140,7 @@ class StepGuard:
         elif not outcome.good:
             self._restore()
         names = torch.arange(len(outcome.bad_rows)) if index is None else index
-        flags, arrived = torch.cat([outcome.good[None], outcome.has_valid[None], outcome.bad_rows]), None
+        flags, arrived = torch.cat([outcome.good[None], outcome.has_loss[None], outcome.bad_rows]), None
         if flags.is_cuda:
             stream = torch.cuda.current_stream(flags.device)
             flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
@@ -156,7 +158,6 @@ class StepGuard:
         tensors = [value for name, value in state.items() if not name.endswith(_EXTRA_STATE)]
         for copies, now in zip(self._before, (self._statistics, tensors), strict=True):
             copies.restore(now, skip_if)
-        self._loss.nonfinite.forget(self._call, skip_if)
         if skip_if is None:
             self._loss.load_replicated_state(state | self._counters)
         for table in self._loss.tables().values():

@@ -197,7 +197,7 @@ def _check_head(loss: str, head: nn.Module | None) -> None:
         raise UsageError(
             f"--loss {loss}: {name}, the class of model_head(), has no attribute {', '.join(missing)}. Add it"
         )
-    if type(head) not in {method.head for method in registry.METHODS.values()}:  # methods may share the class of a head
+    if type(head) not in registry.head_classes():
         raise UsageError(
             f"--loss {loss}: expected {name}, the class of model_head(), as head= of the METHOD. Add head={name}"
         )

@@ -223,10 +223,6 @@ class Trainer:
             named = dict.fromkeys(named, math.nan)
             metrics = {name: value for name, value in metrics.items() if name not in ("chance", "weight_mean")}
             metrics["infonce"] = math.nan
-        for step, indices in self.loss.pop_nonfinite():
-            logger.warning(
-                f"Rank {distributed.rank()}: masked samples {indices} with non-finite features at step {step}"
-            )
         record = {
             "step": position.step,
             "epoch": position.epoch,

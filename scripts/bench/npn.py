@@ -29,8 +29,7 @@ EPS = 1e-14
 def make_contrast(args: argparse.Namespace) -> BatchAtTemperature:
     images, texts = harness.unit_features(args.batch_size, args.embed_dim, args.device)
     scale = torch.tensor(1 / TAU, device=args.device)
-    everything = torch.ones(len(images), dtype=torch.bool, device=args.device)
-    return contrast_minibatch(LocalBatch(images, texts, scale, None, everything, scale.dtype), gather=False)
+    return contrast_minibatch(LocalBatch(images, texts, scale, None, scale.dtype), gather=False)
 
 
 @torch.no_grad()

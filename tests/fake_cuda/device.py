@@ -24,6 +24,11 @@ _SOURCE = Path(__file__).with_name("device.cpp")
 CUDA = torch.device("cuda", 0)
 
 
+@torch.library.register_fake("aten::_fused_adagrad_")
+def _fused_adagrad(*tensors: Any, **options: Any) -> None:
+    """Make this operation possible with fake tensors. It changes tensors in place, and returns nothing."""
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compile ``device.cpp`` and load it; the library is cached in the temporary folder.

@@ -9,7 +9,7 @@ import torch
 
 from openclip_ext.contrastive import similarities
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from openclip_ext.losses.registry import METHODS
+from openclip_ext.losses.registry import METHODS, options_used_by
 from openclip_ext.training.config import StepConfig
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.optimizer import create_optimizer
@@ -21,7 +21,7 @@ from tests.fake_cuda.launches import Launches
 from tests.fake_cuda.test_losses import CALLS, LIKE_ANOTHER, go_on
 from tests.training.tiny import LOSSES, OPTIMIZER, parts_of, prepare, tiny_batch, tiny_loss, tiny_model
 
-_TWO_VIEWS = tuple(name for name, method in METHODS.items() if method.two_views is not None)
+_TWO_VIEWS = tuple(name for name in METHODS if "views" in options_used_by(name))
 # One loss without state, one with a table, one with a network, and one with prototypes.
 _SOME = ("openclip", "fastclip-v2", "amorlip", "neuclip")
 

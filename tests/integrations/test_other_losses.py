@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import openclip_ext
-from openclip_ext.losses import registry
+from tests.losses.cases import restore_registry
 
 _ROOT = Path(__file__).parents[2]
 _SAMPLES, _DIM, _DATASET = 6, 5, 20
@@ -22,8 +22,7 @@ _SAMPLES, _DIM, _DATASET = 6, 5, 20
 @pytest.fixture(autouse=True)
 def example_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the example importable. Restore the registry of losses after the test."""
-    for name in ("METHODS", "OPTIONS"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    restore_registry(monkeypatch)
     monkeypatch.syspath_prepend(_ROOT / "examples/other_losses")
     monkeypatch.delitem(sys.modules, "other_losses", raising=False)
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.seeding import generator
+from openclip_ext.losses import options, registry
 from openclip_ext.losses.amorlip import TwoSidedMlp
 from openclip_ext.losses.registry import create_loss
 from openclip_ext.losses.tempnet import TemperatureNetwork
@@ -307,6 +309,14 @@ _OTHER_NUMBERS = {
     ),
     *("neuclip-verified-mask", "neuclip-verified-positive"),
 }
+
+
+def restore_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the registered losses, parts and options after the test."""
+    for name in ("METHODS", "OPTIONS", "CHOICES"):
+        copied = dict(getattr(registry, name))
+        for module in (registry, options):
+            monkeypatch.setattr(module, name, copied, raising=False)
 
 
 def unit(features: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ AT_THE_END = re.compile(r"at the end of `([\w/]+\.py)`:\n\n```python\n(.*?)```",
 REPLACED = re.compile(r"`([\w/]+\.py)`:\n\n```diff\n-(.*?)\n\+(.*?)\n```", flags=re.DOTALL)
 COMMANDS = re.compile(r"^python -m (openclip_ext\.training\.main .*)$", flags=re.MULTILINE)
 EXAMPLES = ROOT / "examples" / "add_a_loss"
-LOSSES = ["bilinear", "cooling", "decoupled", "minibatchclip"]
+LOSSES = ["bilinear", "cooling", "decoupled", "slowclip"]
 
 
 def test_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Path) -> None:

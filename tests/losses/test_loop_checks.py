@@ -116,7 +116,7 @@ def test_what_is_no_mistake() -> None:
         _call(create_any(name), image_features=5 * images)
     _call(create_any("openclip"), labels=torch.zeros(6, 3, dtype=torch.int64), logits=torch.zeros(6, 3, 5))
     _call(create_any("neuclip"), logit_bias=torch.tensor(1.0), labels=None)
-    images[2] = float("nan")  # NaN is reported by pop_nonfinite instead
+    images[2] = float("nan")  # the result is NaN instead
     for dtype in (torch.float16, torch.bfloat16):
         _call(create_any("neuclip"), image_features=images.to(dtype), text_features=texts.to(dtype))
 

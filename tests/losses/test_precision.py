@@ -171,20 +171,3 @@ def test_training_compiles_to_one_graph_for_all_steps(name: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert (wrapped.calls, wrapped.epoch) == (plain.calls, plain.epoch)
     torch.testing.assert_close(wrapped.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12, equal_nan=True)
-
-
-@compiles_to_one_graph
-@pytest.mark.parametrize("skipped", [False, True])
-def test_a_compiled_loss_reports_bad_samples_except_of_skipped_steps(skipped: bool) -> None:
-    torch._dynamo.reset()
-    loss = create_any("fastclip").double()
-    loss.compile(backend="eager", fullgraph=True)
-    for number, step in enumerate(make_steps(3, duplicates=False)):
-        images = step.images.clone()
-        images[number] = torch.nan
-        frozen_scale = torch.tensor(10.0)
-        loss(images.requires_grad_(), step.texts, frozen_scale, index=torch.tensor(step.index))
-        # The trainer's guard does this after each step.
-        loss.nonfinite.forget(number, skip_if=torch.tensor(not (skipped and number == 1)))
-    expected = [(number, [step.index[number]]) for number, step in enumerate(make_steps(3, duplicates=False))]
-    assert loss.pop_nonfinite() == [entry for entry in expected if not (skipped and entry[0] == 1)]

@@ -3,7 +3,7 @@
 import itertools
 import math
 import runpy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,16 @@ import pytest
 import torch
 
 import openclip_ext
-from openclip_ext.cli.options import Option, OptionError
+from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer
-from openclip_ext.contrastive.objectives import FastCLIPObjective
 from openclip_ext.contrastive.temperature import ConstantTemperature, TemperatureScheme
 from openclip_ext.losses import registry
-from openclip_ext.losses.method import Method, NormalizerPart, TemperaturePart
-from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.method import Method, NormalizerPart, Scaled, TemperaturePart, option
+from openclip_ext.losses.options import NEUCLIP, OPTIONS, Constant, Minibatch, MovingAverage
 from openclip_ext.losses.registry import check_options, create_loss, list_losses, options_used_by, register_method
-from tests.losses.cases import SAMPLES, WIDTH, make_steps, run_step
+from tests.losses.cases import SAMPLES, WIDTH, make_steps, restore_registry, run_step
 
 COMPOSED = [name for name in list_losses() if "normalizer" in options_used_by(name)]
 # One loss per objective, tested with all combinations of parts. For other losses, one part is always the default part.
@@ -210,17 +209,21 @@ def test_an_objective_takes_only_parts_that_fit(
 def test_parts_put_together_by_hand_are_checked_too() -> None:
     normalizer = create_loss("fastclip", num_samples=SAMPLES).normalizer
     with pytest.raises(ValueError, match=r"ConstantTemperature: .*needs an estimate of log\(N·g\)"):
-        GlobalContrastiveLoss(DECOUPLED.objective(), normalizer, ConstantTemperature(temperature=None), None, None)
+        GlobalContrastiveLoss(
+            DECOUPLED.objective_class()(), normalizer, ConstantTemperature(temperature=None), None, None
+        )
+
+
+@dataclass(frozen=True)
+class _Own(Scaled):
+    own: int = option(1, "x")
 
 
 @pytest.fixture
-def own_method(monkeypatch: pytest.MonkeyPatch) -> Method:
+def own_method(monkeypatch: pytest.MonkeyPatch) -> _Own:
     """Return a loss from outside of the package. Tests may register it, because the registry is restored afterwards."""
-    for name in ("METHODS", "OPTIONS"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
-    return Method(
-        name="own", normalizer="minibatch", temperature_scheme="constant", options=(Option("own", int, 1, "x"),)
-    )
+    restore_registry(monkeypatch)
+    return _Own("own", Minibatch(), Constant())
 
 
 def test_a_registered_method_is_a_loss_like_any_other(own_method: Method) -> None:
@@ -232,27 +235,37 @@ def test_a_registered_method_is_a_loss_like_any_other(own_method: Method) -> Non
 
 
 def test_registered_names_must_be_free(own_method: Method) -> None:
+    @dataclass(frozen=True)
+    class Taken(Scaled):
+        rho: int = option(1, "x")
+
     with pytest.raises(ValueError, match="already has a loss 'neuclip'"):
         register_method(replace(own_method, name="neuclip"))
     with pytest.raises(ValueError, match="option 'rho' of the loss 'own' already exists"):
-        register_method(replace(own_method, options=(Option("rho", int, 1, "x"),)))
+        register_method(Taken("own", Minibatch(), Constant()))
 
 
 def test_an_own_part_is_used_even_if_the_package_has_a_part_of_this_name(own_method: Method) -> None:
     class Own(MinibatchNormalizer):
         pass
 
-    class Constant(ConstantTemperature):
-        pass
+    class OwnPart(NormalizerPart):
+        name = "moving-average"
+        module = Own
 
-    parts = (
-        NormalizerPart("moving-average", Own, objective=FastCLIPObjective),
-        TemperaturePart("constant", Constant, {"temperature": 0.2}),
-    )
-    register_method(replace(own_method, normalizer="moving-average", parts=parts))
-    loss = create_loss("own")
-    assert isinstance(loss.normalizer, Own) and isinstance(loss.temperature, Constant)
+    register_method(replace(own_method, normalizer=OwnPart()))
+    assert isinstance(create_loss("own", normalizer="moving-average").normalizer, Own)
     assert not isinstance(create_loss("fastclip", num_samples=SAMPLES).normalizer, Own)
+
+
+def test_a_variant_changes_one_thing(own_method: Method) -> None:
+    """A variant of a loss is its METHOD with another value, and may be registered under another name."""
+    register_method(replace(NEUCLIP.with_options({"prototypes": 7}), name="few"))
+    register_method(replace(NEUCLIP, name="averaged", normalizer=MovingAverage(gamma=0.5)))
+    changed = {"prototypes": 7}
+    assert options_used_by("few") == options_used_by("neuclip") | changed
+    assert create_loss("few", embed_dim=WIDTH).normalizer.prototypes.shape == (2, 7, WIDTH)
+    assert options_used_by("averaged") == options_used_by("neuclip", normalizer="moving-average") | {"gamma": 0.5}
 
 
 def test_a_step_uses_the_temperatures_before_their_update(own_method: Method) -> None:
@@ -269,31 +282,26 @@ def test_a_step_uses_the_temperatures_before_their_update(own_method: Method) ->
         def update(self, batch_at_tau: BatchAtTemperature, gradient: torch.Tensor) -> None:
             self.tau.mul_(0.5)
 
-    register_method(replace(own_method, temperature_scheme="halved", parts=(TemperaturePart("halved", Halved),)))
+    class HalvedPart(TemperaturePart):
+        name = "halved"
+        module = Halved
+
+    register_method(replace(own_method, temperature_scheme=HalvedPart()))
     loss = create_loss("own")
     for expected in (0.5, 0.25):
         run_step(loss, make_steps(1)[0])
         assert loss.metrics()["temperature_median"] == expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"normalizer_defaults": {"gama": 0.5}}, "the METHOD of the loss 'own' has a default for gama, which"),
-        ({"temperature_defaults": {"rho": 5.0}}, "default for rho, which the loss does not use"),
-        ({"temperature_defaults": {"temperature": -1.0}}, "temperature=-1.0: expected a number > 0"),
-        ({"normalizer": "nothing"}, "found no normalizer 'nothing' with a temperature scheme 'constant'"),
-    ],
-)
-def test_wrong_declarations_of_a_method_are_rejected(own_method: Method, changes: dict[str, Any], message: str) -> None:
-    register_method(replace(own_method, **changes))
-    with pytest.raises(ValueError, match=message):
+def test_wrong_defaults_of_a_method_are_rejected(own_method: Method) -> None:
+    register_method(replace(own_method, temperature_scheme=Constant(temperature=-1.0)))
+    with pytest.raises(OptionError, match=r"temperature=-1.0: expected a number > 0"):
         create_loss("own")
 
 
 def test_a_loss_is_found_by_its_module(own_method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imported = "from openclip_ext.losses.method import Method\n"
-    (tmp_path / "loss_of_my_own.py").write_text(imported + "METHOD, OTHER = Method('mine', 'minibatch', 'constant'), 3")
+    imported = "from openclip_ext.losses.options import *\n"
+    (tmp_path / "loss_of_my_own.py").write_text(imported + "METHOD, OTHER = Scaled('mine', Minibatch(), Constant()), 3")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     name = "loss_of_my_own:METHOD"

@@ -19,7 +19,7 @@ from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.diagnostics.finished_run import load_run
 from openclip_ext.evaluation.models import open_model
 from openclip_ext.losses import registry
-from openclip_ext.losses.method import Method, WholeLoss
+from openclip_ext.losses.method import Method
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.config import LossConfig
 from openclip_ext.training.model import MODEL_CONFIG, build_loss, build_model
@@ -268,8 +268,8 @@ def test_heads_that_checkpoints_cannot_store_are_refused(attributes, declared, m
     for name, value in attributes.items():
         monkeypatch.setattr(_Head, name, value, raising=False)
     monkeypatch.setattr(_LossWithHead, "make_head", _Head)
-    method = Method("own", whole=WholeLoss(_LossWithHead), head=_Head if declared else None)
-    monkeypatch.setitem(registry.METHODS, "own", method)
+    own = type("Own", (Method,), {"module": _LossWithHead, "head": _Head if declared else None})
+    monkeypatch.setitem(registry.METHODS, "own", own("own"))
     expected = nullcontext() if message is None else pytest.raises(UsageError, match=re.escape(message))
     with expected:
         build_loss(LossConfig("own"), "demo-vit", open_clip.create_model("demo-vit"), 8, torch.device("cpu"))

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer
-from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, FastCLIPObjective
+from openclip_ext.contrastive.objectives import NEGATIVES_MEAN
 from openclip_ext.losses import registry
-from openclip_ext.losses.method import Method, NormalizerPart
+from openclip_ext.losses.method import NormalizerPart, Scaled
+from openclip_ext.losses.options import Constant
 from openclip_ext.training.step import Batch, TrainStep
 from openclip_ext.training.trainer import TrainingDiverged
 from tests.devices import CAN_SHARD
@@ -95,8 +96,11 @@ class Replaced(MinibatchNormalizer):
 
 @pytest.mark.parametrize("way", ["plain", "on-device"])
 def test_a_buffer_that_a_loss_replaces_is_restored(monkeypatch, way):
-    parts = (NormalizerPart("replaced", Replaced, objective=FastCLIPObjective),)
-    monkeypatch.setitem(registry.METHODS, "replaced", Method("replaced", "replaced", "constant", parts=parts))
+    class Part(NormalizerPart):
+        name = "replaced"
+        module = Replaced
+
+    monkeypatch.setitem(registry.METHODS, "replaced", Scaled("replaced", Part(), Constant()))
     monkeypatch.setitem(LOSSES, "replaced", {})
     monkeypatch.setitem(registry.OPTIONS, "normalizer", replace(registry.OPTIONS["normalizer"], choices=None))
     result = changed("replaced", WAYS[way])

@@ -1,5 +1,6 @@
 """A logistic loss on a learned bilinear form of image and text embeddings. Each process uses only its own samples."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from openclip_ext.contrastive.batch import LocalBatch
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.normalizer import minibatch_metrics
 from openclip_ext.contrastive.seeding import generator, linear
-from openclip_ext.losses.method import Method, WholeLoss
+from openclip_ext.losses.method import Method
+from openclip_ext.losses.options import Seed
 
 
 class BilinearHead(nn.Module):
@@ -47,8 +49,7 @@ class BilinearLoss(ContrastiveLoss):
         return self.head
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        images = self.head(torch.where(batch.finite[:, None], batch.image.to(batch.dtype), 0))
-        texts = torch.where(batch.finite[:, None], batch.text.to(batch.dtype), 0)
+        images, texts = self.head(batch.image.to(batch.dtype)), batch.text.to(batch.dtype)
         logits = batch.logit_scale.to(batch.dtype) * images @ texts.T
         signs = 2 * torch.eye(len(logits), dtype=logits.dtype, device=logits.device) - 1
         self._last = batch.detached()
@@ -59,4 +60,13 @@ class BilinearLoss(ContrastiveLoss):
         return {} if self._last is None else minibatch_metrics(self._last)
 
 
-METHOD = Method(name="bilinear", whole=WholeLoss(BilinearLoss), head=BilinearHead)
+@dataclass(frozen=True)
+class Bilinear(Seed, Method):
+    """The loss, its option ``seed`` and its head."""
+
+    module = BilinearLoss
+    needs = ("embed_dim",)
+    head = BilinearHead
+
+
+METHOD = Bilinear("bilinear")

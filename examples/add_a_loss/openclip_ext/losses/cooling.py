@@ -1,11 +1,14 @@
 """FastCLIP's moving averages with a temperature that decreases linearly from epoch to epoch."""
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from openclip_ext.contrastive.batch import GatheredBatch
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
-from openclip_ext.losses.method import Method, TemperaturePart
+from openclip_ext.losses.method import TemperaturePart
+from openclip_ext.losses.options import FASTCLIP, Bounds, Epochs
 
 
 class CoolingTemperature(TemperatureScheme):
@@ -31,9 +34,12 @@ class CoolingTemperature(TemperatureScheme):
         return torch.full_like(batch.positive, tau).expand(2, batch.size)
 
 
-METHOD = Method(
-    name="cooling",
-    normalizer="moving-average",
-    temperature_scheme="cooling",
-    parts=(TemperaturePart("cooling", CoolingTemperature, {"temperature_min": 0.03, "temperature_max": 0.1}),),
-)
+@dataclass(frozen=True)
+class Cooling(Epochs, Bounds, TemperaturePart):
+    """The scheme, and its options ``temperature_min``, ``temperature_max`` and ``epochs``."""
+
+    name = "cooling"
+    module = CoolingTemperature
+
+
+METHOD = replace(FASTCLIP, name="cooling", temperature_scheme=Cooling(temperature_min=0.03, temperature_max=0.1))

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from openclip_ext.contrastive.batch import BatchAtTemperature
 from openclip_ext.contrastive.objectives import Estimand, Unscaled
-from openclip_ext.losses.method import Method
+from openclip_ext.losses.method import Composed
+from openclip_ext.losses.options import Minibatch, Unregularized
 
 
 class DecoupledContrastive(Unscaled):
@@ -21,4 +22,4 @@ class DecoupledContrastive(Unscaled):
         return alpha
 
 
-METHOD = Method(name="decoupled", normalizer="minibatch", temperature_scheme="global", objective=DecoupledContrastive)
+METHOD = Composed("decoupled", Minibatch(), Unregularized(), objective=DecoupledContrastive)
