@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     for entry in found:
         say("  ".join([f"{entry['similarity']:.3f}", *(str(entry[name]) for name in KEY_COLUMNS)]))
-    images, problem = _thumbnails(store, opened, rows, args.train_data)
+    images, problem = _thumbnails(store, rows, args.train_data)
     page = args.output or args.embeddings / PAGE
     write_text(page, render_page("search.html", args.query, found=found, thumbnails=images, problem=problem))
     say(f"{page} shows the samples{f' without their images: {problem}' if problem else ''}")
@@ -110,9 +110,7 @@ def _names(folder: Path, rows: Sequence[int]) -> dict[int, dict[str, Any]]:
         return {int(line["index"]): line for line in csv.DictReader(file) if int(line["index"]) in wanted}
 
 
-def _thumbnails(
-    store: EmbeddingStore, opened: OpenedModel, rows: Sequence[int], moved_to: str | None
-) -> tuple[dict[int, str], str]:
+def _thumbnails(store: EmbeddingStore, rows: Sequence[int], moved_to: str | None) -> tuple[dict[int, str], str]:
     """Return data URIs of the images by row, and why there are none; this text is empty if the data are readable."""
     spec = store.about.get("spec", {}) | ({} if moved_to is None else {"source": moved_to})
     try:
