@@ -1,6 +1,7 @@
 """Compute README's table and figure from published results: R@1 of untuned ``queueclip`` minus R@1 of tuned ``openclip``.
 
-    python -m scripts.experiments.gains docs/benchmarks/icons/*.jsonl --figure docs/images/gains.png
+    python -m scripts.experiments.gains docs/benchmarks/icons/*.jsonl --figure docs/images/gains.png \\
+        --curve docs/images/equal-epochs.png
 
 For ``openclip``, the best of two to five temperatures was chosen on the validation sets, with the first seed. ``queueclip``
 has the training program's defaults: its initial temperature is 0.1 in runs of fewer than 700 steps, and 0.07 in longer runs.
@@ -77,6 +78,21 @@ OTHERS = (
     Pairing("100,000 icons, 64, 1", _ICONS_100K, 64, 1, _constant(0.02), _solved(0.07), _SIX),
 )
 
+_ICONS_PAIRS = 11_000
+_EQUAL_EPOCHS = 16
+# The figure of equal epochs: batches from small to large.
+CURVE = tuple(
+    Pairing(f"{batch}", _ICONS, batch, _EQUAL_EPOCHS, tuned, untuned, seeds, lr=lr)
+    for batch, lr, tuned, untuned, seeds in (
+        (32, 0.001, _LEARNED, _solved(None), (10, 11, 12)),
+        (64, 0.001, _constant(0.03), _solved(0.07), range(3)),
+        (128, 0.001, _constant(0.07), _solved(0.07), range(3)),
+        (256, 0.0014, _constant(0.07), _solved(0.1), range(3)),
+        (512, 0.002, _constant(0.1), _solved(0.1), range(3)),
+        (1024, 0.002, _constant(0.1), _solved(0.1), range(3)),
+    )
+)
+
 
 @dataclass(frozen=True)
 class Gain:
@@ -129,15 +145,48 @@ def draw(gains: Sequence[Gain], path: Path) -> None:
     figure.savefig(path, metadata={"Software": None})
 
 
+def draw_curve(gains: Sequence[Gain], path: Path) -> None:
+    """Draw the mean R@1 over the batch size at equal epochs, with the 95 % interval of the difference over paired seeds."""
+    figure = Figure(figsize=(7, 3.6), dpi=160, layout="constrained")
+    axes = figure.subplots()
+    batches = [int(one.label) for one in gains]
+    halves = [statistics.fmean(one.differences) - seeds_interval(one.differences)[0] for one in gains]
+    untuned = [one.untuned for one in gains]
+    label = "queueclip, untuned; bars: 95 % interval of the difference"
+    axes.errorbar(batches, untuned, yerr=halves, fmt="o-", color=PALETTE[0], capsize=3, label=label)
+    label = "OpenCLIP's loss, tuned for each batch"
+    axes.plot(batches, [one.tuned for one in gains], "o-", color=PALETTE[1], label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set_xlabel(f"batch size, {_EQUAL_EPOCHS} epochs each")
+    axes.set_ylabel("R@1 in percent")
+    axes.set_ylim(bottom=0)
+    steps = axes.secondary_xaxis("top")
+    counts = [_EQUAL_EPOCHS * (_ICONS_PAIRS // batch) for batch in batches]
+    steps.set_xticks(batches, [f"{count:,}" for count in counts])
+    steps.set_xticks([], minor=True)
+    steps.set_xlabel("optimizer steps")
+    axes.spines["right"].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left", frameon=False)
+    figure.savefig(path, metadata={"Software": None})
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("rows", type=Path, nargs="+", help="JSON lines files of finished runs")
     parser.add_argument("--figure", type=output_path, help="PNG file for the figure")
+    parser.add_argument("--curve", type=output_path, help="PNG file for the figure of equal epochs")
     args = parser.parse_args(argv)
     rows = [row for path in args.rows for row in read_results(path).values()]
     print(table(gain(pairing, rows) for pairing in BATCHES))
     if args.figure:
         draw([gain(pairing, rows) for pairing in (*BATCHES, *OTHERS)], args.figure)
+    if args.curve:
+        found = [gain(pairing, rows) for pairing in CURVE]
+        for one in found:
+            print(f"{one.label}: {one.tuned:.1f}, {one.untuned:.1f}, {with_interval(one.differences)}")
+        draw_curve(found, args.curve)
 
 
 if __name__ == "__main__":
