@@ -285,4 +285,4 @@ def test_parameters_of_a_loss_that_nothing_trains_are_named(recwarn):
     for name in registry.list_losses():
         if name != "siglip":  # this model has no bias
             prepare_for(registry.create_loss(name, embed_dim=64, num_samples=8), model)
-    assert not recwarn.list
+    assert not [warning for warning in recwarn if "no optimizer updates" in str(warning.message)]
