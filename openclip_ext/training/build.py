@@ -97,9 +97,7 @@ def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | No
         _log_sizes(identity, built.model, loss, steps_per_epoch, plan.length.epochs)
     if folder is not None:
         if reference is not None:
-            flags |= {
-                "reference": str(reference.folder)
-            }  # for programs that read the run, also after --reference start
+            flags |= {"reference": str(reference.folder)}  # programs that read the run do not know ``start``
         content = run_folder.Settings(config.words, flags, plan.loss.name, options, position.step + steps_left)
         distributed.on_master(lambda: _begin_folder(plan, folder, position, start, content if steps_left > 0 else None))
     reporting = plan.reporting, position.step, steps_left, steps_per_epoch, flags, loss.steers
