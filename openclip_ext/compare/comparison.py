@@ -79,6 +79,7 @@ class Plan:
 
     flags: str  # result of digest_of_flags
     context: str  # digest of `flags` and the data
+    before: float  # R@1 before training, averaged over both directions
     tried: int  # number of settings of each loss in the first stage
     stages: tuple[planner.Stage, ...]
 
@@ -189,7 +190,7 @@ class Comparison:
             most_tried=min(map(len, self.candidates.values())),
             minutes=self.config.minutes,
         )
-        self._write_plan(Plan(self.flags, self.context, tried, (stage,)))
+        self._write_plan(Plan(self.flags, self.context, probes[0]["before"], tried, (stage,)))
 
     def _drop_unstarted_stage(self) -> None:
         """Remove a stage that an earlier call planned but did not start. This call plans it again for the remaining time."""
@@ -250,6 +251,7 @@ class Comparison:
                 model=self.pilot.config.model.name,
                 batch=self.pilot.batch,
                 num_samples=self.pilot.data.num_samples,
+                before=self.plan.before,
                 notes=tuple(notes),
                 processes=self.config.processes,
             ),

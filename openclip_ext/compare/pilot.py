@@ -50,13 +50,14 @@ class ComparePilot:
         }
 
     def probe(self, run: Run, seconds: float, device: torch.device, seen: Callable[[int], None]) -> dict[str, float]:
-        """Return the costs of a run in seconds.
+        """Return the costs of a run in seconds, and R@1 ``before`` training.
 
         ``per_sample`` is the training time per sample, measured over ``seconds``. ``per_run`` is the rest of a run's time.
         """
         start = time.perf_counter()
         training = PilotRun(self.config, self.data, run, device)
         rest = time.perf_counter() - start
+        before = recall(ranks(training, self.data.test))
         first, now, step = 0.0, 0.0, 1
         for step in training.run_steps():
             if device.type == "cuda":
@@ -69,7 +70,7 @@ class ComparePilot:
         scoring = time.perf_counter()
         ranks(training, self.data.val)
         rest += (2 + CURVE_POINTS) * (time.perf_counter() - scoring)
-        return {"per_sample": (now - first) / max(1, step - 1) / self.batch, "per_run": rest}
+        return {"per_sample": (now - first) / max(1, step - 1) / self.batch, "per_run": rest, "before": before}
 
 
 def ranks(training: PilotRun, samples: Cache, names: tuple[str, ...] = ()) -> dict[str, Ranks]:

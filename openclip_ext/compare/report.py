@@ -31,6 +31,7 @@ class About:
     model: str
     batch: int
     num_samples: int
+    before: float  # R@1 before training
     notes: tuple[str, ...]
     processes: int
 
@@ -308,6 +309,7 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
         mib = [f"{value / 2**20:.1f}" for value in (one.memory_bytes, one.state_bytes)]
         cost.append([one.loss, f"{1000 * one.step_seconds:.1f}", *mib, f"{one.temperature:.3f}"])
         gains += [[one.loss, f"{epochs:.1f}", _signed(gain), str(seeds)] for epochs, gain, seeds in one.gains]
+    result.append(["before training", "", _plain(report.about.before), "0.0", *[""] * (len(metrics) + 3)])
     runs = [["loss", "setting", "lr", "epochs", "seeds", "MRR, choosing half", "R@1"]]
     for loss, setting, lr, epochs, count, choice, recall in report.runs:
         runs.append([loss, setting, f"{lr:g}", f"{epochs:.1f}", str(count), _plain(choice), _plain(recall)])

@@ -216,7 +216,7 @@ def finished_contests() -> tuple[list[Contest], dict[str, dict[str, Any]]]:
 
 def test_the_report_shows_the_numbers_of_its_runs():
     contests, results = finished_contests()
-    about = About("shards", "model", 10, 100, (), 1)
+    about = About("shards", "model", 10, 100, 0.05, (), 1)
     found = make_report(
         about, contests, results, range(10), [*"abcdefghij"], lambda row: f"{row['family']} {row['seed']}"
     )
@@ -235,6 +235,7 @@ def test_the_report_shows_the_numbers_of_its_runs():
             " | 50.0 70.0 80.0",
             "openclip |  | 45.0 | 2.0 | 35.0 | 55.0 | 45.0 | τ learned | 0.001 | 40.0 50.0",
             "amorlip | +20.0, one seed | 40.0 | 0.5 | 30.0 | 50.0 | 40.0 | τ learned | 0.001 | 40.0",
+            "before training |  | 5.0 | 0.0 |  |  |  |  |  | ",
         ],
         "Gain by length": ["queueclip | 0.5 | +10.0 | 1", "queueclip | 2.0 | +15.0 | 2", "amorlip | 0.5 | +20.0 | 1"],
         "Cost": [
