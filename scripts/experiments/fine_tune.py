@@ -3,7 +3,7 @@
     python -m scripts.experiments.fine_tune --cache CACHE --own emoji-1900  # makes the user's own data
     python -m scripts.experiments.fine_tune --own emoji-1900 --kept icons-11k --start logs/RUN/checkpoints/epoch_16.pt \\
         --results rows.jsonl --runs runs
-    python -m scripts.experiments.fine_tune --own ... --kept ... --start ... --results rows.jsonl --table
+    python -m scripts.experiments.fine_tune --own ... --kept ... --start ... --results rows.jsonl --table --figure figure.png
 
 The start is a model that was trained on ``icons-11k`` (``scripts.experiments.icons``). The own data are two sets of black
 emoji, which the start has not seen. Concepts are split: a name is in only one of training, validation and test. Kept are the
@@ -34,6 +34,7 @@ from typing import Any
 
 import open_clip
 import torch
+from matplotlib.figure import Figure
 
 from openclip_ext.checkpoint.format import load_model_file
 from openclip_ext.cli import command_line
@@ -43,6 +44,7 @@ from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.encoder import Encoder
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.pages.charts import PALETTE
 from openclip_ext.pages.rendering import markdown_table
 from openclip_ext.training import flags
 from openclip_ext.training.config import model_config
@@ -227,21 +229,26 @@ def run_all(about: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
     return [row["failed"] for row in results.failed.values()]
 
 
+def best_rows(about: Mapping[str, Any], results: Results) -> Iterator[tuple[str, int, dict[int, Mapping[str, Any]]]]:
+    """Yield each method with its number of rates, and the rows of its best rate by seed."""
+    *_, contest = contests(about, results)
+    for name, runs in contest.families.items():
+        tried = [run for run in runs if run.id in results]
+        if tried:
+            best = max(tried, key=lambda run: results[run.id]["val"]["mean"])
+            ids = {seed: replace(best, seed=seed).id for seed in contest.seeds}
+            yield name, len(tried), {seed: results[one] for seed, one in ids.items() if one in results}
+
+
 def table(about: Mapping[str, Any], results: Results) -> str:
     """Return the own test scores of each method, and the paired differences from the first method."""
-    *_, contest = contests(about, results)
     heads = [f"own at {share:.0%} kept" for share in KEPT_SHARES]
     cells = [["method", "rates", "lr", "seeds", *heads, "own, unconstrained"]]
     base: dict[int, list[float]] = {}
-    for name, runs in contest.families.items():
-        tried = [run for run in runs if run.id in results]
-        if not tried:
-            continue
-        best = max(tried, key=lambda run: results[run.id]["val"]["mean"])
-        ids = {seed: replace(best, seed=seed).id for seed in contest.seeds}
-        found = {seed: columns(results[one], "test") for seed, one in ids.items() if one in results}
+    for name, rates, rows in best_rows(about, results):
+        found = {seed: columns(row, "test") for seed, row in rows.items()}
         base = base or found
-        line = [name, str(len(tried)), f"{best.lr:g}", str(len(found))]
+        line = [name, str(rates), f"{next(iter(rows.values()))['lr']:g}", str(len(found))]
         for place in range(len(heads) + 1):
             line.append(f"{statistics.fmean(values[place] for values in found.values()):.1f}")
             paired = [values[place] - base[seed][place] for seed, values in found.items() if seed in base]
@@ -249,6 +256,26 @@ def table(about: Mapping[str, Any], results: Results) -> str:
                 line[-1] += f", {with_interval(paired)}"
         cells.append(line)
     return markdown_table(cells)
+
+
+def draw(about: Mapping[str, Any], results: Results, path: Path) -> None:
+    """Draw own against kept R@1 on the test pairs: a line for each method, a point for each mix, means over the seeds."""
+    figure = Figure(figsize=(9, 4), dpi=160, layout="constrained")
+    axes = figure.subplots()
+    for number, (name, _, rows) in enumerate(best_rows(about, results)):
+        scores = [row["test"] for row in rows.values()]
+        kept, own = (
+            [100 * statistics.fmean(of[kind][alpha][0] for of in scores) for alpha in scores[0][kind]]
+            for kind in ("kept", "own")
+        )
+        seeds = f"{len(rows)} seed{'s' * (len(rows) > 1)}"
+        axes.plot(kept, own, "o-", color=PALETTE[number % len(PALETTE)], markersize=3, label=f"{name} ({seeds})")
+    axes.set_xlabel("kept: R@1 on the start's test icons, percent")
+    axes.set_ylabel("own: R@1 on the own test pairs, percent")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure.savefig(path, metadata={"Software": None})
 
 
 def main(argv: list[str]) -> None:
@@ -262,6 +289,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--commit", help="commit of the code, if the folder is no repository")
     parser.add_argument("--most", type=int, default=sys.maxsize, help="stop when the file has so many rows")
     parser.add_argument("--table", action="store_true", help="print the table of the finished runs, and stop")
+    parser.add_argument("--figure", type=output_path, help="with --table: PNG file of own against kept scores")
     args = parser.parse_args(argv)
     if args.cache is not None:
         make_own(fetch(args.cache), args.own)
@@ -276,6 +304,8 @@ def main(argv: list[str]) -> None:
     about |= {"batch_size": BATCH_SIZE, "epochs": EPOCHS}
     if args.table:
         print(table(about, read_results(args.results)))
+        if args.figure:
+            draw(about, read_results(args.results), args.figure)
         return
     with held(args.results.parent, f".{args.results.name}.lock"):
         failures = run_all(about, args)

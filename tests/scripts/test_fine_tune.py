@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from openclip_ext.compare.runs import read_results
 from scripts.experiments import fine_tune
 from scripts.experiments.fine_tune import columns, next_run, own_at
 from tests.scripts.test_icons import read, write_collection
@@ -54,3 +55,15 @@ def test_rates_are_chosen_with_the_first_seed_then_rehearsal_then_other_seeds():
     assert order[6:8] == [("openclip", 0.25, 1e-3, 0), ("queueclip", 0.25, 1e-4, 0)]
     assert {seed for *_, seed in order[8:16]} == {1, 2}
     assert len(order) == len(set(order)) == 8 * 5  # eight families at three rates, and the best with two more seeds
+
+
+def test_the_page_has_the_table_of_the_published_rows(tmp_path: Path):
+    root = Path(__file__).parents[2]
+    rows = read_results(root / "docs" / "benchmarks" / "icons" / "fine-tune.jsonl")
+    about = {name: next(iter(rows.values()))[name] for name in ("data", "model", "schedule", "batch_size", "epochs")}
+    page = (root / "docs" / "fine-tuning.md").read_text(encoding="utf-8").replace("**", "").replace("`", "")
+    for line in fine_tune.table(about, rows).splitlines()[2:]:
+        name, _, _, _, *scores = (cell.strip() for cell in line.strip("|").split("|"))
+        assert f"| {name} | {' | '.join(scores)} |" in page
+    fine_tune.draw(about, rows, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
