@@ -61,7 +61,7 @@ def test_it_adds_one_name_to_the_installed_packages_and_its_readme_has_whole_add
     source = {str(path.relative_to(ROOT / "openclip_ext")) for path in (ROOT / "openclip_ext").rglob("*.py")}
     assert source <= packaged and "model_configs/demo-vit.json" in packaged and "py.typed" in packaged
     readme = archive.read(f"openclip_ext-{__version__}.dist-info/METADATA").decode()
-    assert f"]({ADDRESS}/raw/HEAD/docs/images/gains.png)" in readme
+    assert f"]({ADDRESS}/raw/HEAD/docs/images/equal-epochs.png)" in readme
     assert f"]({ADDRESS}/blob/HEAD/docs/data.md)" in readme
     assert "](docs/" not in readme and f"Project-URL: Source, {ADDRESS}" in readme
 

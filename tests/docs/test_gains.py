@@ -7,6 +7,7 @@ import pytest
 
 from openclip_ext.compare.runs import read_results
 from scripts.experiments import curves, gains
+from scripts.experiments.tables import with_interval
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +21,21 @@ def test_readme_has_the_gains_of_the_published_rows(tmp_path):
     figure = tmp_path / "gains.png"
     gains.draw([gains.gain(pairing, rows) for pairing in (*gains.BATCHES, *gains.OTHERS)], figure)
     assert figure.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_readmes_curve_is_that_of_the_published_rows(tmp_path):
+    files = (ROOT / "docs" / "benchmarks" / "icons").glob("*.jsonl")
+    rows = [row for file in files for row in read_results(file).values()]
+    found = {pairing.batch_size: gains.gain(pairing, rows) for pairing in gains.CURVE}
+    page = (ROOT / "docs" / "experiments" / "batch-sizes.md").read_text()
+    for batch, one in found.items():
+        assert f"| {batch} | {one.tuned:.1f} | {one.untuned:.1f}, {with_interval(one.differences)} |" in page
+    best = max(found.values(), key=lambda one: one.tuned)
+    readme = (ROOT / "README.md").read_text()
+    assert f"best at batch {best.label}, with R@1 {best.tuned:.1f}" in readme
+    assert f"reaches {found[128].untuned:.1f}\nat batch 128, and {found[256].untuned:.1f} at 256" in readme
+    gains.draw_curve([*found.values()], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_curves_of_five_epochs_are_those_of_the_rows(tmp_path):
