@@ -20,7 +20,7 @@ from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import say
 from openclip_ext.contrastive.model import prepare_for
 from openclip_ext.data.loader.rehearsal import build_loader
-from openclip_ext.data.reference import EmbeddingStore
+from openclip_ext.data.reference import START, EmbeddingStore
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, decode_image
 from openclip_ext.diagnostics.dry_run import PRECISIONS
 from openclip_ext.diagnostics.plan import Plan, Training, add_machine_flags, run_to_plan
@@ -127,6 +127,12 @@ class Doctor:
     def _build(self) -> Iterator[Finding]:
         """Build model, loss and optimizer like a run, but on the meta device, where tensors need no memory."""
         if self.steps is None or ":" in self.config.model.name:
+            return
+        if self.config.data is not None and self.config.data.reference == START:
+            yield (
+                WARNING,
+                "model: not built here, because --reference start needs the embeddings that the run writes first",
+            )
             return
         meta, steps = torch.device("meta"), self.steps * self.config.length.epochs
         pretrained = bool(self.config.model.pretrained)

@@ -23,7 +23,7 @@ from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.diagnostics.dry_run import ALL_REDUCE, DryRun, activation_bytes, dry_run, sent_bytes
 from openclip_ext.losses import registry
-from openclip_ext.losses.options import PARTS
+from openclip_ext.losses.options import PARTS, REFERENCE_OPTIONS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.state.sharded_table import shard_bounds
 from openclip_ext.training.config import RunPlan
@@ -61,7 +61,11 @@ class Training:
         """Return the training run of a configuration with ``samples`` samples on ``world_size`` ranks."""
         return cls(
             loss=config.loss.name,
-            options={name: config.loss.options[name] for name in config.loss.given},
+            options={
+                name: config.loss.options[name]
+                for name in config.loss.given
+                if reference is not None or name not in REFERENCE_OPTIONS  # --reference start has no embeddings yet
+            },
             model=config.model.file_name,
             samples=samples,
             global_batch=config.loading.batch_size * config.loading.accum_freq * world_size,
