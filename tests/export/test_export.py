@@ -25,7 +25,7 @@ from openclip_ext.export.__main__ import export, main
 from openclip_ext.export.clip_model import TOLERANCE
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.model import write_model_config
-from openclip_ext.training.runtime.run_folder import write_settings
+from openclip_ext.training.runtime.run_folder import Settings, write_settings
 from tests.training.commands import plan_of
 
 CAPTIONS = ["a red circle left of a blue square", "The  Cat's toys, 2 of them!", "naïve café"]
@@ -47,7 +47,7 @@ def make_run(folder: Path, model: str, *flags: str) -> Path:
     built, *_ = replace(config.model, precision="fp32").create(torch.device("cpu"))
     run = folder / "run"
     (run / "checkpoints").mkdir(parents=True)
-    write_settings(run, config.stored_flags, config.loss.name, dict(config.loss.options), steps=10)
+    write_settings(run, Settings([], config.stored_flags, config.loss.name, config.loss.options, steps=10))
     write_model_config(config.model, run)
     checkpoint = run / "checkpoints" / "epoch_2.pt"
     torch.save({"epoch": 2, "name": "run", "state_dict": built.state_dict()}, checkpoint)
