@@ -322,7 +322,7 @@ def _title(method: Method) -> str:
 
 def _part_that_uses(method: Method, unused: list[str]) -> str:
     """Return a text with the parts with which a loss uses the ``unused`` options, or an empty text."""
-    if not isinstance(method, Composed):
+    if not isinstance(method.composed or method, Composed):
         return ""
     for part in PARTS[::-1]:
         usable = [
