@@ -63,7 +63,12 @@ def _embed(args: argparse.Namespace) -> None:
 
 
 def write_embeddings(
-    encoder: Encoder, source: Source, spec: DataSpec, output: Path, of_model: Mapping[str, Any]
+    encoder: Encoder,
+    source: Source,
+    spec: DataSpec,
+    output: Path,
+    of_model: Mapping[str, Any],
+    flag: str = "--output",
 ) -> None:
     """Write the embeddings of all samples of a source to a folder, or the missing ones. Collective: all ranks call it.
 
@@ -72,12 +77,13 @@ def write_embeddings(
         spec: The specification of the source.
         of_model: What identifies the model and its preprocessing: ``model``, ``pretrained``, ``weights``, ``config`` and
             ``preprocess``.
+        flag: The flag that set ``output``, for messages.
 
     Raises:
         UsageError: The folder has other embeddings, or too many samples are unreadable.
     """
     _refuse_bad(spec, source, *source.known_bad())
-    folder = EmbeddingFolder(output, _about(encoder, source, spec, of_model))
+    folder = EmbeddingFolder(output, _about(encoder, source, spec, of_model), flag)
     is_master = distributed.is_master()
     with folder.begun() as done:
         if done is None:

@@ -40,10 +40,17 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbeddingFolder:
-    """A folder of embeddings that is being written. ``about`` is the content of ``embeddings.json``."""
+    """A folder of embeddings that is being written.
+
+    Attributes:
+        path: The folder.
+        about: The content of ``embeddings.json``.
+        flag: The flag that set the folder, for messages.
+    """
 
     path: Path
     about: dict[str, Any]
+    flag: str = "--output"
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[list[Done] | None]:
@@ -123,20 +130,20 @@ class EmbeddingFolder:
         except UsageError:
             raise
         except (OSError, ValueError, TypeError) as error:
-            raise UsageError(f"--output {self.path}: {error}") from error
+            raise UsageError(f"{self.flag} {self.path}: {error}") from error
 
     def _continue(self) -> list[Done]:
         files = [self.path / name for name in (IMAGES, TEXTS)]
         if (self.path / BEGUN).is_file():
             self._refuse_other(json.loads((self.path / BEGUN).read_text(encoding="utf-8")))
         elif taken := [path for path in files if path.exists()]:
-            raise UsageError(f"{taken[0]} exists and belongs to another program: give another --output")
+            raise UsageError(f"{taken[0]} exists and belongs to another program: give another folder")
         samples, width = self.about["samples"], self.about["width"]
         written = sum(path.stat().st_blocks * 512 for path in files if path.exists())
         missing, free = 2 * 2 * samples * width - written, shutil.disk_usage(self.path).free
         if missing > free:
             raise UsageError(
-                f"--output {self.path}: {samples:,} samples of width {width} need {-(-missing // 2**20):,} MiB, but only "
+                f"{self.flag} {self.path}: {samples:,} samples of width {width} need {-(-missing // 2**20):,} MiB, but only "
                 f"{free // 2**20:,} MiB are free. Give a folder on a larger disk"
             )
         write_text(self.path / BEGUN, json.dumps(self.about))
@@ -153,10 +160,11 @@ class EmbeddingFolder:
 
     def _refuse_other(self, found: dict[str, Any]) -> None:
         for key in _IDENTITY:
-            if found.get(key) != self.about[key]:
+            wanted = self.about.get(key)  # tables have no image_key
+            if found.get(key) != wanted:
                 raise UsageError(
-                    f"--output {self.path} has other embeddings: expected {key} {found.get(key)}, found {self.about[key]} in "
-                    "this command. Repeat the original command, or give another --output"
+                    f"{self.flag} {self.path} has other embeddings: expected {key} {found.get(key)}, found {wanted} in this "
+                    "command. Repeat the original command, or give another folder"
                 )
 
     def _progress(self) -> list[Path]:

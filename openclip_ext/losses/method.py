@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
-from openclip_ext.cli.options import Option
+from openclip_ext.cli.options import Option, OptionError, nearest
 
 Fields = TypeVar("Fields", bound="HasOptions")
+AnyMethod = TypeVar("AnyMethod", bound="Method")
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
@@ -190,6 +191,15 @@ class Method(HasOptions):
     head: ClassVar[Any] = None
     composed: ClassVar["Composed | None"] = None
     two_views: "TwoViews | None" = field(default=None, kw_only=True)
+
+    def with_options(self: AnyMethod, values: Mapping[str, Any]) -> AnyMethod:
+        """Return a copy with other values of some options. Raise OptionError for an option that the loss does not use."""
+        known = self.values()
+        for name in values:
+            if name not in known:
+                hint = nearest(name, known)
+                raise OptionError(name, f"with_options: the loss {self.name!r} has no option {name!r}{hint}")
+        return super().with_options(values)
 
 
 @dataclass(frozen=True)

@@ -550,7 +550,8 @@ def refuse_unknown_loss(name: str, known: Collection[str]) -> None:
     expected, module = f"expected one of {', '.join(known)}, or my.module:METHOD", str(name).removesuffix(".py")
     hint = f"; did you mean {LOSSES[name]}?" if name in LOSSES else nearest(str(name), known)
     if os.path.isfile(f"{module}.py"):
-        hint = f". For the loss in {module}.py, give --loss {module}:METHOD"
+        dotted = os.path.normpath(module).replace(os.sep, ".")
+        hint = f". For the loss in {module}.py, give --loss {dotted}:METHOD"
     raise OptionError("loss", f"unknown loss {name!r}: {expected}{hint}")
 
 

@@ -25,7 +25,7 @@ from openclip_ext.training import model as models
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import restoring, saving
 from openclip_ext.training.checkpoint.finding import Start
-from openclip_ext.training.checks import check_combination, doubtful_settings, other_batch
+from openclip_ext.training.checks import check_combination, doubtful_settings, other_batch, slow_precision
 from openclip_ext.training.config import Config, RunPlan
 from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.interpolation import SCORES_FILE
@@ -50,11 +50,12 @@ def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | No
     # A pretrained tag can change the preprocessing. Evaluations and exports use the flags in the run folder.
     flags = plan.stored_flags | compat.changed_preprocessing(built.model)
     if plan.model.image_features is not None:
-        source.image_features = _embedded(plan, built, source, Path(plan.model.image_features), built.model.visual)
+        source.image_features = _embedded(
+            plan, built, source, Path(plan.model.image_features), built.model.visual, "--image-features"
+        )
     if plan.data.reference == START:
-        if folder is None or not plan.model.weights:
-            raise UsageError("--reference start needs --pretrained, and a run folder: remove --logs none")
-        source.reference = _embedded(plan, built, source, folder / "reference", built.model)
+        assert folder is not None, "checked with the flags"
+        source.reference = _embedded(plan, built, source, folder / "reference", built.model, "--reference")
     reference = source.reference
     loader = build_loader(
         plan.data,
@@ -93,7 +94,7 @@ def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | No
     # After a resume, an epoch may have fewer steps than the run has already completed in it.
     steps_left = steps_per_epoch * (plan.length.epochs - position.epoch) - min(position.step_in_epoch, steps_per_epoch)
     if distributed.is_master():
-        _log_settings(plan, options, start, identity, steps_left, reference.warning if reference else None)
+        _log_settings(plan, options, start, identity, steps_left, device, reference.warning if reference else None)
         _log_sizes(identity, built.model, loss, steps_per_epoch, plan.length.epochs)
     if folder is not None:
         if reference is not None:
@@ -114,10 +115,13 @@ def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | No
     )
 
 
-def _embedded(plan: RunPlan, built: models.BuiltModel, source: Source, output: Path, of: nn.Module) -> EmbeddingStore:
+def _embedded(
+    plan: RunPlan, built: models.BuiltModel, source: Source, output: Path, of: nn.Module, flag: str
+) -> EmbeddingStore:
     """Embed the training data with the model as it starts, if ``output`` does not have these embeddings.
 
-    ``of`` is the part of the model whose weights identify them. Training data with other weights are refused.
+    ``of`` is the part of the model whose weights identify them, and ``flag`` set ``output``. Training data with other
+    weights are refused.
     """
     assert plan.data is not None
     spec = replace(plan.data, reference=None)
@@ -131,7 +135,7 @@ def _embedded(plan: RunPlan, built: models.BuiltModel, source: Source, output: P
     built.model.eval()
     parts = built.model, built.preprocess_val, built.tokenizer, built.device, plan.step.precision
     encoder = Encoder(*parts, batch_size=plan.loading.batch_size, workers=plan.loading.workers)
-    write_embeddings(encoder, source, spec, output, of_model)
+    write_embeddings(encoder, source, spec, output, of_model, flag)
     distributed.barrier()
     return EmbeddingStore.open(output, source.num_samples, source.index_digest, **spec.keys)
 
@@ -171,6 +175,7 @@ def _log_settings(
     start: Start,
     identity: RunIdentity,
     steps_left: int,
+    device: torch.device,
     of_reference: str | None,
 ) -> None:
     """Log the loss's defaults, and warn about settings that are probably a mistake."""
@@ -183,6 +188,7 @@ def _log_settings(
         changed and f"The run continues with changed settings: {'; '.join(changed)}.",
         other_batch(plan, identity.global_batch, distributed.world_size()),
         *doubtful_settings(plan),
+        slow_precision(plan, device),
         of_reference,
     )
     for warning in filter(None, warnings):

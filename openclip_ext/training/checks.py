@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import open_clip
+import torch
 
 from openclip_ext import compat, distributed
 from openclip_ext.checkpoint.finding import checkpoint_file
@@ -17,6 +18,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.loader.build import check_csv, refuse_unusable_rows, table_source, with_own_columns
 from openclip_ext.data.loader.rehearsal import split
 from openclip_ext.data.processes import check_main_program
+from openclip_ext.data.reference import ABOUT, START
 from openclip_ext.data.shards.shardlist import expand_components
 from openclip_ext.data.sources.keys import parse_keys
 from openclip_ext.data.sources.spec import DataSpec
@@ -54,6 +56,8 @@ def check(plan: RunPlan) -> None:
     _check_evaluation(plan.evaluation)
     if plan.model.image_features is not None and plan.loading.views > 1:
         raise UsageError("--image-features: with --views, a batch has pixels of two views. Remove one of them")
+    if data is not None:
+        _check_embeddings(plan, data)
     if plan.parallel.static_graph and plan.length.accum_freq > 1:  # --global-batch may set --accum-freq
         raise UsageError(
             "--ddp-static-graph does not work with --accum-freq: remove one of them, or raise --batch-size"
@@ -81,6 +85,22 @@ def check(plan: RunPlan) -> None:
         raise UsageError("--lora-rank needs the package peft: pip install 'openclip_ext[lora]'")
 
 
+def _check_embeddings(plan: RunPlan, data: DataSpec) -> None:
+    """Raise UsageError if the embeddings that the run needs first cannot be written."""
+    features = plan.model.image_features
+    if plan.dry_run and features is not None and not (Path(features) / ABOUT).is_file():
+        raise UsageError(
+            f"--dry-run writes nothing, but --image-features {features} is not written yet: remove one flag"
+        )
+    if data.reference != START:
+        return
+    if not plan.model.weights:
+        raise UsageError("--reference start needs a pretrained model: give --pretrained")
+    if plan.saving.folder is None:
+        flag = "--dry-run" if plan.dry_run else "--logs none"
+        raise UsageError(f"--reference start writes embeddings into the run folder: remove {flag}")
+
+
 def other_batch(plan: RunPlan, global_batch: int, world_size: int) -> str | None:
     """Return a warning if a run's global batch size differs from its recipe's, else None."""
     name = plan.flags["recipe"]
@@ -89,6 +109,14 @@ def other_batch(plan: RunPlan, global_batch: int, world_size: int) -> str | None
         return None
     fix = f"give --batch-size {wanted / (world_size * plan.loading.accum_freq):g}"
     return f"--recipe {name} is for a global batch of {wanted:,}, but this run has {global_batch:,}: {fix}"
+
+
+def slow_precision(plan: RunPlan, device: torch.device) -> str | None:
+    """Return a warning if the run has 16-bit precision on a CPU, else None. OpenCLIP's default is ``amp`` on all devices."""
+    precision = plan.step.precision
+    if device.type != "cpu" or precision == "fp32":
+        return None
+    return f"--precision {precision} is slow on many CPUs: --precision fp32 may be much faster."
 
 
 def doubtful_settings(plan: RunPlan) -> Iterator[str]:

@@ -129,12 +129,12 @@ def _configured(
     parser: parsing.Parser, args: argparse.Namespace, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, tuple[str, ...]]:
     """Return the parsed flags with those of ``--config``, and the flags whose values follow the number of pairs."""
-    if not args.pretrained and ":" not in args.model:
-        raise UsageError(f"--config {args.config} starts from a pretrained model: give --pretrained, a tag or a file")
     try:
         configuration = configurations.get(args.config)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if not args.pretrained and ":" not in args.model:
+        raise UsageError(f"--config {args.config} starts from a pretrained model: give --pretrained, a tag or a file")
     has_loss = parsing.chosen(argv, "--loss") is not None or args.siglip
     loss = [] if has_loss else ["--loss", configuration.loss_for(args.model)]
     # argparse keeps existing values of flags that are not given.

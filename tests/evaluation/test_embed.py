@@ -93,6 +93,7 @@ def test_left_out_samples_and_csv_files_have_rows_too(command, tiny, tmp_path):
     with mock.patch.object(embed, "_BLOCK", 4):
         embed.main([table, *command(tmp_path / "csv", "--workers", "2")[1:]])
     assert_rows(tmp_path / "csv", tiny, DataSpec(table), {7})
+    embed.main([table, *command(tmp_path / "csv", "--workers", "2")[1:]])  # the folder is finished already
     assert build_source(DataSpec(table, reference=tmp_path / "csv")).reference is not None
     columns = tmp_path / "columns.csv"
     columns.write_text(Path(table).read_text().replace("title", "caption", 1))

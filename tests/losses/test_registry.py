@@ -262,6 +262,8 @@ def test_a_variant_changes_one_thing(own_method: Method) -> None:
     """A variant of a loss is its METHOD with another value, and may be registered under another name."""
     register_method(replace(NEUCLIP.with_options({"prototypes": 7}), name="few"))
     register_method(replace(NEUCLIP, name="averaged", normalizer=MovingAverage(gamma=0.5)))
+    with pytest.raises(OptionError, match="did you mean normalizer_updates"):
+        NEUCLIP.with_options({"normalizer_update": 5})
     changed = {"prototypes": 7}
     assert options_used_by("few") == options_used_by("neuclip") | changed
     assert create_loss("few", embed_dim=WIDTH).normalizer.prototypes.shape == (2, 7, WIDTH)

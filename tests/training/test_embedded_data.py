@@ -43,6 +43,7 @@ def test_two_ranks_share_the_features(shards, tmp_path, more):
         (["--lock-image", "--lock-image-unlocked-groups", "1"], "--lock-image-unlocked-groups"),
         (["--lock-image", "--caption-aware-flip"], "--caption-aware-flip"),
         (["--lock-image", "--loss", "sogclr", "--views", "2"], "--views"),
+        (["--lock-image", "--dry-run"], "--dry-run"),
     ],
 )
 def test_features_that_the_tower_would_change_are_refused(shards, tmp_path, flags, word):

@@ -172,9 +172,13 @@ def _find_format(path: str, given: _Format) -> _Format:
     best = max(headers, key=lambda each: len(headers[each]))
     image, caption = map(shlex.quote, candidates[best])
     flag = "" if best == separator else f"--csv-separator {shlex.quote(best)} "
+    wanted = (given.image_column, DataSpec.csv_image_key), (given.caption_column, DataSpec.csv_caption_key)
+    missing = [name for name, default in wanted if name != default and not _matching(headers[best], name, default, ())]
+    found = (
+        f"has no column {' and no '.join(map(repr, missing))}" if missing else "shows no columns of paths and captions"
+    )
     raise ValueError(
-        f"{path}: the header {headers[best]} does not show the columns of image paths and captions: add {flag}--csv-img-key "
-        f"{image} --csv-caption-key {caption}"
+        f"{path}: the header {headers[best]} {found}: add {flag}--csv-img-key {image} --csv-caption-key {caption}"
     )
 
 

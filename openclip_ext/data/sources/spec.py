@@ -130,9 +130,10 @@ class DataSpec:
             return "csv"
         if ".tar" in text or text.endswith(".tgz"):
             return "webdataset"
+        what = " is a folder without class folders" if os.path.isdir(text) else ""
         raise ValueError(
-            f"{text}{' is a folder' if os.path.isdir(text) else ''}: {DATA_FORMATS} (--dataset-type csv if it has another "
-            "ending). Names of data sets on a hub are not read"
+            f"{text}{what}: {DATA_FORMATS} (--dataset-type csv if it has another ending). Names of data sets on a hub are "
+            "not read"
         )
 
 

@@ -48,7 +48,9 @@ class Configuration:
 def get(name: str) -> Configuration:
     """Return the configuration ``name``. Raise ValueError if it does not exist."""
     if name not in NAMES:
-        raise ValueError(f"unknown --config {name}{nearest(name, NAMES)}; known: {', '.join(NAMES)}")
+        raise ValueError(
+            f"unknown --config {name}{nearest(name, NAMES)}; known: {', '.join(NAMES)}, or LOGS/NAME/config.json of a run"
+        )
     content = json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
     return Configuration(**{**content, "by_pairs": tuple(content["by_pairs"])})
 
