@@ -127,8 +127,6 @@ def doubtful_settings(plan: RunPlan) -> Iterator[str]:
     if rate < _LOWEST_BFLOAT16_LR and is_bfloat16 and not adapts:
         fix = f"use --precision amp_bf16, or --lr {_LOWEST_BFLOAT16_LR:g} or more"
         yield f"--precision {precision}: bfloat16 weights round most updates at --lr {rate:g} to zero; {fix}"
-    if plan.device == "cpu" and precision != "fp32":
-        yield f"--precision {precision} is slow on many CPUs: --precision fp32 may be much faster"
     if rate > _HIGHEST_FINE_TUNING_LR and model.weights and optimizer.name == "adamw" and not adapts:
         yield (
             f"--lr {rate:g} destroys pretrained weights: a tenth to a hundredth of pretraining's 5e-4 is usual, such as "
