@@ -65,7 +65,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, help=folder_help)
     parser.add_argument("--val-data", help="image-caption pairs for retrieval, in any format of training's --val-data")
     template_help = (
-        "prompt for your own classes, with {} for the class name (default: the data's, else a photo of a {}.)"
+        "prompt for your own classes, with {} for the class name (default: the data's, else a photo of a {})"
     )
     parser.add_argument("--template", help=template_help)
     output_help = "folder for the results; default: RUN/datacomp/CHECKPOINT, or datacomp/MODEL-TAG for a pretrained tag"

@@ -41,7 +41,7 @@ from openclip_ext.evaluation.tasks import Entry, select_tasks
 
 logger = get_logger(__name__)
 
-DEFAULT_TEMPLATE = "a photo of a {c}."
+DEFAULT_TEMPLATE = "a photo of a {c}"
 LABEL_COLUMNS = ("label", "labels", "class", "class_name", "category")
 FORMATS = (
     "expected a folder with one folder of images per class, a folder in DataComp's layout, a table with a column of labels "
