@@ -16,7 +16,7 @@ from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import say
 from openclip_ext.data.loader.build import build_source
-from openclip_ext.data.reference import EmbeddingStore
+from openclip_ext.data.reference import ABOUT, EmbeddingStore
 from openclip_ext.data.sources.source import decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation import command_line as shared
@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--train-data", help="new path of the data, if they have moved")
     shared.add_model_options(parser)
     args = parser.parse_args(argv)
+    if not (args.embeddings / ABOUT).is_file():
+        raise UsageError(f"{args.embeddings} has no {ABOUT}: expected a folder that openclip-ext embed wrote")
     store = EmbeddingStore.open(args.embeddings)
     opened = _model_of(store, args)
     rows, similarities = nearest(store, embed_query(opened, args.query), args.top)
