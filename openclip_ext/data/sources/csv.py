@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -65,7 +66,7 @@ class CsvSource(RowSource):
         given = _Format(image_column, caption_column, separator)
         image_column, caption_column, separator = found = _find_format(path, given)
         if found != given:
-            logger.info(f"{path}: images in the column {image_column!r}, captions in {caption_column!r}.")
+            _log_columns(path, image_column, caption_column)
         table = _read(path, separator)
         if table.empty:
             raise ValueError(f"the data set is empty: {path} has no rows")
@@ -149,6 +150,11 @@ def _read(path: str, separator: str, rows: int | None = None) -> pd.DataFrame:
             f"{separator!r}, or set --csv-separator"
         )
     return table
+
+
+@functools.cache  # validation data are opened at each evaluation
+def _log_columns(path: str, image_column: str, caption_column: str) -> None:
+    logger.info(f"{path}: images in the column {image_column!r}, captions in {caption_column!r}.")
 
 
 def _find_format(path: str, given: _Format) -> _Format:
