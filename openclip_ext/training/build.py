@@ -100,7 +100,8 @@ def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | No
         if reference is not None:
             flags |= {"reference": str(reference.folder)}  # programs that read the run do not know ``start``
         content = run_folder.Settings(config.words, flags, plan.loss.name, options, position.step + steps_left)
-        distributed.on_master(lambda: _begin_folder(plan, folder, position, start, content if steps_left > 0 else None))
+        is_new = steps_left > 0 or start.checkpoint is None  # a run that is finished already keeps its settings
+        distributed.on_master(lambda: _begin_folder(plan, folder, position, start, content if is_new else None))
     reporting = plan.reporting, position.step, steps_left, steps_per_epoch, flags, loss.steers
     return Trainer(
         step=step,

@@ -47,7 +47,7 @@ def check(plan: RunPlan) -> None:
     if weights and os.path.isdir(weights):
         raise UsageError(
             f"--pretrained {weights} is a folder: expected a file of weights, such as {weights}/epoch_32.pt. If the folder "
-            f"has an open_clip_plan.json, use --model local-dir:{weights}"
+            f"has an open_clip_config.json, use --model local-dir:{weights}"
         )
     if weights and os.path.isfile(weights):
         distributed.on_master(lambda: checkpoint_file(Path(weights)))
