@@ -35,9 +35,7 @@ class StepOutcome:
     """The outcome of a step, as tensors on the model's device."""
 
     good: Tensor  # 0-d bool, equal on all ranks: all gradients and features are finite
-    has_loss: (
-        Tensor  # 0-d bool, equal on all ranks: all features and the logit scale are finite, so the loss has a value
-    )
+    has_loss: Tensor  # 0-d bool, equal on all ranks: all features and the logit scale are finite
     bad_rows: Tensor  # (B_local,) bool: samples with non-finite pixels, or, if there are none, with non-finite features
 
 
