@@ -1,6 +1,7 @@
 """The comparison of released models runs with random weights of a small architecture, and does not repeat finished runs."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def test_the_comparison_runs_with_random_weights(tmp_path):
         write_pairs(tmp_path / f"{name}.parquet", first, pairs)
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "openclip-ext"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m openclip_ext "$@" --device cpu\n')
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m openclip_ext "$@" --device cpu\n')
     program.chmod(0o755)
     environment = os.environ | {
         "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
