@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import inspect
 import logging
 import sys
@@ -383,6 +384,7 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
+@functools.cache  # asked in each update of a fit
 def has_fused_adagrad(device: torch.device) -> bool:
     """Return whether this torch has the fused kernel of Adagrad for a device. Earlier versions have it only for CPUs."""
     import torch

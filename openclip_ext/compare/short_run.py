@@ -160,7 +160,7 @@ class PilotRun:
                 start = time.perf_counter()
 
     def train(
-        self, seen: Callable[[Any], None], score: Callable[[int], float], each_epoch: bool = False
+        self, seen: Callable[[int], None], score: Callable[[int], float], each_epoch: bool = False
     ) -> list[list[float]]:
         """Train to the end; return a curve of points ``[samples, training seconds, score]``.
 

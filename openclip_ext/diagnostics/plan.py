@@ -231,9 +231,6 @@ def _gib(size: float) -> str:
 
 def run_to_plan(argv: list[str], world_size: int) -> RunPlan:
     """Return the configuration of a run with the flags of ``train`` on ``world_size`` ranks, before it is started."""
-    if (batch := chosen(argv, "--global-batch")) is not None and chosen(argv, "--batch-size") is None:
-        # A run would use micro-batches of the default size. The plan tells whether larger ones fit.
-        argv = [*argv, f"--batch-size={max(1, count(batch) // world_size)}"]
     return plan_run(parse(argv), ONE_PROCESS | {"world_size": world_size, "distributed": world_size > 1})
 
 
@@ -245,6 +242,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--samples", type=count, help="number of samples, such as 1e9, instead of --train-data")
     add_machine_flags(parser)
     own, flags = parser.parse_known_args(argv)
+    if (batch := chosen(flags, "--global-batch")) is not None and chosen(flags, "--batch-size") is None:
+        # A run would use micro-batches of the default size. The plan tells whether larger ones fit.
+        flags.append(f"--batch-size={max(1, count(batch) // own.world_size)}")
     config = run_to_plan(flags + ["--dataset-type", "synthetic"] * (own.samples is not None), own.world_size)
     if config.data is None:
         raise UsageError("the number of samples is unknown: give --samples or --train-data")

@@ -65,7 +65,9 @@ def _build_heads(entry: dict[str, Any], source: str | Path) -> nn.Module:
     kind = entry.get("kind")
     if kind not in known:
         fix = "If they are of your own loss, import it in Python with registry.find_method, and evaluate there"
-        raise UsageError(f"{source} needs heads of the kind {kind!r}: expected one of {', '.join(sorted(known))}. {fix}")
+        raise UsageError(
+            f"{source} needs heads of the kind {kind!r}: expected one of {', '.join(sorted(known))}. {fix}"
+        )
     heads: nn.Module = known[kind](**entry["config"])
     if any(value.dtype == torch.float64 for value in entry["state_dict"].values()):
         heads.double()

@@ -229,6 +229,12 @@ def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
     assert ": fits; up to" in text and "WARNING" not in text
 
 
+def test_doctor_sees_the_micro_batches_of_the_run():
+    """Only the plan asks whether one large micro-batch fits."""
+    loading = plan.run_to_plan(["--global-batch", "256", "--dataset-type", "synthetic"], world_size=2).loading
+    assert (loading.batch_size, loading.accum_freq) == (64, 2)
+
+
 def test_mistakes_are_named():
     for arguments, message in (
         (["--model", "ViT-B-17"], "--model ViT-B-17: expected one of"),

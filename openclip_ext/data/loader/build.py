@@ -7,11 +7,10 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from openclip_ext import distributed
@@ -32,6 +31,7 @@ from openclip_ext.data.sources.source import (
     SampleKeys,
     Source,
     decode_image,
+    no_image,
 )
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.synthetic import SyntheticSource
@@ -42,7 +42,6 @@ T = TypeVar("T")
 # At least one of this many first samples of validation shards or of a table must have an image and a caption.
 _FIRST_SAMPLES = 100
 _SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
-_NO_IMAGE = Image.new("RGB", (1, 1))
 
 
 def build_train_loader(
@@ -68,7 +67,7 @@ def build_train_loader(
         if spec.cache_dir is not None:
             _check_cache(source, spec, max(1, len(parts)) * max(1, config.workers))
     if source.image_features is not None:
-        preprocess, decoder = _no_pixels, _no_image
+        preprocess, decoder = _no_pixels, no_image
     epoch_samples = spec.num_samples
     if epoch_samples is not None and epoch_samples > source.num_kept and not spec.resampled:
         logger.warning(
@@ -92,11 +91,6 @@ def build_train_loader(
         except ValueError as error:
             raise ValueError(f"--single-source-batches: source {name}: {error}") from None
     return SingleSourceLoader(source, loaders, config.accum_freq)
-
-
-def _no_image(data: bytes | BinaryIO) -> Image.Image:
-    """Stand for a decoder where the embeddings of the images are known."""
-    return _NO_IMAGE
 
 
 def _no_pixels(image: object) -> Tensor:
@@ -240,7 +234,7 @@ def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:
     """Raise BadDataError before training if all of the first validation samples lack an image or a caption."""
     for raw in itertools.islice(read_shard(samples.urls[0], samples.keys.fields, samples.storage), _FIRST_SAMPLES):
         with contextlib.suppress(BadSampleError):
-            samples.keys.decode(raw, lambda _: Image.new("RGB", (1, 1)))
+            samples.keys.decode(raw, no_image)
             return
     reason = explain(samples.urls[0], spec.image_key, spec.caption_key, samples.storage)
     raise BadDataError(f"{samples.urls[0]} has no usable sample at its beginning: {reason}")

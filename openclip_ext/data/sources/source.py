@@ -154,6 +154,11 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
         raise BadSampleError(f"the image does not decode: {reason_of(error)}") from error
 
 
+def no_image(data: bytes | BinaryIO) -> Image.Image:
+    """Stand for a decoder where nobody needs the pixels: a black image of one pixel."""
+    return Image.new("RGB", (1, 1))
+
+
 def decode_with_hash(
     source: Any, raw: RawSample, decoder: ImageDecoder, draw: int = 0
 ) -> tuple[DecodedImage, str, int]:

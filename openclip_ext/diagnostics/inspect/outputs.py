@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from openclip_ext.data.shards.shardlist import shard_name
-from openclip_ext.data.sources.source import MAX_CAPTION, Source, decode_image, decode_with_hash
+from openclip_ext.data.sources.source import MAX_CAPTION, Source, decode_image, decode_with_hash, no_image
 from openclip_ext.diagnostics.inspect.findings import Found, Thresholds
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import write_text
@@ -58,9 +58,8 @@ def read_samples(source: Source, found: Mapping[str, Found], show: int) -> tuple
 
 def image_hashes(source: Source, indices: Sequence[int]) -> dict[int, int]:
     """Return a hash of the image file of each sample, without decoding the images."""
-    empty = Image.new("RGB", (1, 1))
     raws = source.read([np.array(sorted(set(indices)), dtype=np.int64)])
-    return {raw.index: decode_with_hash(source, raw, lambda _: empty)[2] for raw in raws}
+    return {raw.index: decode_with_hash(source, raw, no_image)[2] for raw in raws}
 
 
 def write_json(path: Path, inspection: Inspection) -> None:
