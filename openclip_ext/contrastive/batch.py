@@ -47,6 +47,7 @@ class LocalBatch:
         labels: ``(B_local,)`` or ``(B_local, k)`` int64, equal for equal captions. None means that all captions count as
             different.
         positives_attract: Whether samples with equal labels are positives. If not, they are only excluded from the negatives.
+        hard: Embeddings of hard negatives, ``(B_local, d)``, with their autograd graph, or None.
     """
 
     image: Tensor
@@ -60,6 +61,7 @@ class LocalBatch:
     mask: Tensor | None = None
     labels: Tensor | None = None
     positives_attract: bool = False
+    hard: Tensor | None = None
 
     @_computed_once
     def scale_ok(self) -> Tensor:
@@ -75,6 +77,7 @@ class LocalBatch:
             text=self.text.detach(),
             logit_scale=self.logit_scale.detach(),
             index=None,
+            hard=None,
         )
 
 
@@ -93,7 +96,7 @@ class GatheredBatch:
         valid: ``(B,)`` bool, False for masked samples.
         ignored: ``(B,)`` bool, True for masked samples.
         count: 0-d, number of valid samples, but at least 2, so that divisions by it are finite.
-        negatives: Number of negatives of each valid anchor: 0-d, or ``(B,)`` with labels.
+        negatives: Number of negatives of each valid anchor: 0-d, or ``(B,)`` with labels, or ``(2, B)`` with hard negatives.
         logit_scale: 0-d. It is 1 if the caller's logit scale is not finite and positive.
         ok: 0-d bool, whether the batch may change the state: all features are finite, the logit scale is finite and positive,
             and at least two samples are valid, with at least two different labels if there are labels.
@@ -104,6 +107,7 @@ class GatheredBatch:
         epoch, call, learning: As in :class:`LocalBatch`.
         labels: Groups of equal samples, ``(B,)`` int64, or None. Samples with equal labels are not negatives of each other.
         positive_means: ``(2, B, d)``, mean of each anchor's positives on the other side. None means one positive per anchor.
+        hard: Features of hard negatives, ``(B, d)``, or None.
     """
 
     features: Tensor
@@ -123,6 +127,7 @@ class GatheredBatch:
     learning: bool
     labels: Tensor | None = None
     positive_means: Tensor | None = None
+    hard: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -246,12 +251,13 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     world_size = distributed.world_size() if gather else 1
     if world_size > 1 and not batch.learning:  # a call in training mode has already checked the sizes
         distributed.check_equal_sizes(batch.image)
-    features = torch.stack([batch.image.detach(), batch.text.detach()])
+    given = (batch.image, batch.text) if batch.hard is None else (batch.image, batch.text, batch.hard)
+    features = torch.stack([values.detach() for values in given])
     index, labels, valid = batch.index, batch.labels, batch.mask
     local_size = features.shape[1]
     if world_size > 1:
-        features = distributed.all_gather(features).reshape(world_size, 2, local_size, -1)
-        features = features.transpose(0, 1).reshape(2, world_size * local_size, -1)
+        features = distributed.all_gather(features).reshape(world_size, len(given), local_size, -1)
+        features = features.transpose(0, 1).reshape(len(given), world_size * local_size, -1)
         index = None if index is None else distributed.all_gather(index)
         labels = None if labels is None else distributed.all_gather(labels)
         valid = None if valid is None else distributed.all_gather(valid)
@@ -277,6 +283,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     ignored = ~valid
     # An in-place operation is safe here, because torch.stack has copied the features.
     features = features.to(batch.dtype).masked_fill_(ignored[:, None], 0)
+    features, hard = (features, None) if batch.hard is None else (features[:2], features[2])
     positive, positive_means = torch.linalg.vecdot(features[0], features[1]), None
     if labels is not None and batch.positives_attract:
         positive_means = _label_means(labels, features, valid).flip(0)
@@ -299,6 +306,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         learning=batch.learning,
         labels=labels,
         positive_means=positive_means,
+        hard=hard,
     )
 
 

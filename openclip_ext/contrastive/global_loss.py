@@ -24,7 +24,8 @@ from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, gather_batch
 from openclip_ext.contrastive.checks import without_autocast
 from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, read_labels
-from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.hard_negatives import HardNegatives
+from openclip_ext.contrastive.loss import HARD_NEGATIVES, ContrastiveLoss
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import Objective
 from openclip_ext.contrastive.similarities import Similarities
@@ -98,6 +99,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.equal_captions = equal_captions
         self.needs_positives = equal_captions != NEGATIVE
         self.reference_dim, self.steers = reference_dim, steer and reference_dim > 0
+        self.accepts_hard_negatives = self.views == 1 and not self.steers  # hard negatives have no reference embeddings
         self.distill, self.reference_temperature = distill, reference_temperature
         self.objective = objective
         self.normalizer = normalizer
@@ -119,7 +121,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def _terms(self, batch: LocalBatch, outputs: dict[str, Any]) -> dict[str, Tensor]:
-        batch = self._add_labels(batch, outputs)
+        batch = replace(self._add_labels(batch, outputs), hard=outputs.get(HARD_NEGATIVES))
         steered = batch
         if self.reference_dim:
             steered = with_reference(batch, outputs.get("reference"), self.reference_dim)
@@ -128,18 +130,21 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
             batch_at_tau, similarities = self._contrast(batch, gather=not self.normalizer.contrasts_locally)
-            estimate, weight_ratio = self._estimate(batch_at_tau)
+            captions, hard = batch_at_tau, None if batch.hard is None else HardNegatives(batch_at_tau)
+            estimate, weight_ratio = self._estimate(captions, hard)
+            batch_at_tau = captions if hard is None else hard.joined
             values = batch_at_tau.batch.mean(self.objective.value(batch_at_tau, estimate.alpha, weight_ratio))
             values = values.masked_fill(~batch_at_tau.batch.ok, math.nan)
             gradients, gap = self._feature_gradients(
-                batch_at_tau, similarities, estimate, weight_ratio, learns_own or self.temperature.learns_logit_scale
+                captions, similarities, estimate, weight_ratio, learns_own or self.temperature.learns_logit_scale, hard
             )
             gathered, gaps = batch_at_tau.batch, batch_at_tau.log_gap_sums
             self._last = _Report(
                 gathered.valid, gathered.share, gathered.negatives, batch_at_tau.tau, estimate.alpha, gaps, weight_ratio
             )
             self._last_steered = steered.detached() if self.reference_dim else None
-            pairs = [(batch.image, gradients[0]), (batch.text, gradients[1])]
+            given = (batch.image, batch.text) if batch.hard is None else (batch.image, batch.text, batch.hard)
+            pairs = list(zip(given, gradients, strict=True))
             if gap is not None:
                 tau_gradient = self._tau_gradient(batch_at_tau, estimate, weight_ratio, gap)
                 if learns_own:
@@ -148,7 +153,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                     mean = gathered.mean(tau_gradient, gathered.local).mean()
                     pairs.append((batch.logit_scale, gathered.world_size * mean * gathered.scale_to_tau))
             if self.training and self.temperature.solves:
-                self.temperature.solve(batch_at_tau)
+                self.temperature.solve(captions)
         return {
             "contrastive_loss": mean_with_gradients(values, *pairs),
             **self._regularizer(batch_at_tau, batch.logit_scale),
@@ -174,36 +179,53 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         )
         return batch_at_tau, similarities
 
-    def _estimate(self, batch_at_tau: BatchAtTemperature) -> tuple[Estimate, Tensor]:
-        """Return the normalizer's estimate and ``exp(−α)(ε+g)`` ``(2, B)``. In training mode, update the normalizer first."""
+    def _estimate(self, batch_at_tau: BatchAtTemperature, hard: HardNegatives | None) -> tuple[Estimate, Tensor]:
+        """Return the estimate of ``α``, and ``exp(−α)(ε+g)`` ``(2, B)``. In training mode, update the normalizer first."""
         estimate = self.normalizer.step(batch_at_tau) if self.training else self.normalizer.predict(batch_at_tau)
         # The estimate of a masked sample is arbitrary. Replacing it by 0 keeps all later values finite.
-        alpha = estimate.alpha.masked_fill(batch_at_tau.batch.ignored, 0)
-        return replace(estimate, alpha=alpha), log_math.saturating_exp(batch_at_tau.log_estimate - alpha)
+        estimate = replace(estimate, alpha=estimate.alpha.masked_fill(batch_at_tau.batch.ignored, 0))
+        if hard is not None:
+            batch_at_tau, estimate = hard.joined, hard.join(estimate, self.objective.estimand)
+        return estimate, log_math.saturating_exp(batch_at_tau.log_estimate - estimate.alpha)
 
     def _feature_gradients(
         self,
-        batch_at_tau: BatchAtTemperature,
+        captions: BatchAtTemperature,
         similarities: Similarities,
         estimate: Estimate,
         weight_ratio: Tensor,
         with_gap: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients with respect to this process's images and texts, ``(2, B_local, d)``.
+        hard: HardNegatives | None,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Return the gradients of this process's images, texts and hard negatives, ``(B_local, d)`` each.
 
         With ``with_gap``, also return ``Σ_j w_ij (s_ij − s_ii)`` of this process's anchors, ``(2, B_local)``.
         """
-        batch, objective = batch_at_tau.batch, self.objective
+        batch, objective = captions.batch, self.objective
+        joined = captions if hard is None else hard.joined
         # The factor 0.5 averages the two sides. DistributedDataParallel later divides by the number of processes.
         half = 0.5 * batch.world_size
-        factor = half * objective.pair_factor(batch_at_tau.tau) * batch.share
+        factor = plain = half * objective.pair_factor(captions.tau) * batch.share
         if estimate.batch_share:
             factor = factor * (1 + estimate.batch_share * (1 - weight_ratio))
         # Σ_j w_ij over an anchor's negatives [NeuCLIP 4].
-        log_divisor = objective.estimand.log_divisor(batch_at_tau)
-        weight_sum = log_math.saturating_exp(batch_at_tau.log_gap_sums - estimate.alpha - log_divisor)
-        gradients, mean_similarity = similarities.gradients(batch_at_tau.log_sums, factor * weight_sum, with_gap)
-        in_positive = (factor * objective.positive_pair(batch_at_tau, estimate.alpha, weight_sum))[:, batch.local]
+        log_divisor = objective.estimand.log_divisor(joined)
+        weight_sum = log_math.saturating_exp(captions.log_gap_sums - estimate.alpha - log_divisor)
+        gradients, mean_similarity = similarities.gradients(captions.log_sums, factor * weight_sum, with_gap)
+        parts = [*gradients]
+        in_positive = factor * objective.positive_pair(joined, estimate.alpha, weight_sum)
+        if hard is not None:
+            hard_sum = hard.weight_sums(estimate.alpha, objective.estimand)
+            if (
+                estimate.feature_gradient is not None
+            ):  # the gradient of α includes that of its terms with hard negatives
+                plain = plain * (2 - weight_ratio)
+            if objective.depends_on_gaps:
+                in_positive = in_positive - plain * hard_sum
+            of_images, of_hard = hard.gradients((plain * hard_sum)[0])
+            gradients[0] += of_images
+            parts.append(of_hard)
+        in_positive = in_positive[:, batch.local]
         if batch.positive_means is None:
             # With one positive per anchor, no additional buffer of the features' size is needed.
             own = batch.features[:, batch.local].flip(0)
@@ -211,11 +233,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         else:
             gradients.add_(batch.through_positive(in_positive))
         if estimate.feature_gradient is not None:
-            through_alpha = half * batch_at_tau.tau * (1 - weight_ratio) * batch.share
+            through_alpha = half * captions.tau * (1 - weight_ratio) * batch.share
             gradients += estimate.feature_gradient(through_alpha[:, batch.local])
         if mean_similarity is None:
-            return gradients, None
-        return gradients, weight_sum[:, batch.local] * (mean_similarity - batch.positive[..., batch.local])
+            return parts, None
+        gap = weight_sum[:, batch.local] * (mean_similarity - batch.positive[..., batch.local])
+        return parts, gap if hard is None else gap + hard.gap(hard_sum)
 
     def _tau_gradient(
         self, batch_at_tau: BatchAtTemperature, estimate: Estimate, weight_ratio: Tensor, gap: Tensor
@@ -386,5 +409,5 @@ class _Report:
 
     def chance(self) -> float:
         """Return the mean of ``log(1 + N)`` over valid samples with ``N`` negatives each; 0 if no sample is valid."""
-        negatives = self.negatives[self.valid] if self.negatives.ndim else self.negatives
+        negatives = self.negatives[..., self.valid] if self.negatives.ndim else self.negatives
         return statistics.fmean(math.log(1 + number) for number in negatives.reshape(-1).tolist() or [0.0])

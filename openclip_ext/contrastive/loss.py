@@ -337,8 +337,8 @@ class ContrastiveLoss(nn.Module):
             return
         if not self.accepts_hard_negatives:
             raise ValueError(
-                f"{HARD_NEGATIVES}: {type(self).__name__} does not use hard negatives. Omit them, or use the loss openclip "
-                "(with gather_with_grad if it has local_loss)"
+                f"{HARD_NEGATIVES}: {type(self).__name__} does not use hard negatives with these options: omit them, or "
+                "use another loss (openclip needs gather_with_grad if it has local_loss)"
             )
         if hard_negatives.shape != text_features.shape:
             raise ValueError(

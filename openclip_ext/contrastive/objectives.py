@@ -62,10 +62,13 @@ class Objective(ABC):
         regularized: Whether the objective has a regularizer with the weight ``ρ``.
         differentiates_alpha: Whether the derivative with respect to ``α`` is ``τ(1 − weight_ratio)``. Only then can a
             normalizer pass the gradient of ``α`` to the encoders.
+        depends_on_gaps: Whether the objective depends on similarities only through ``s_ij − s_ii``. If not, a subclass
+            declares :meth:`positive_pair`.
         eps: The constant ε that is added to the estimand.
     """
 
     estimand: Estimand
+    depends_on_gaps: ClassVar[bool] = True
     regularized: ClassVar[bool] = False
     differentiates_alpha: ClassVar[bool] = False
     eps: float = 0.0
@@ -81,7 +84,7 @@ class Objective(ABC):
     def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
         """Return the derivative with respect to ``s_ii``, divided by :meth:`pair_factor`: ``(2, B)``.
 
-        ``weight_sum`` is ``Σ_j w_ij``. The default is correct for objectives that depend only on the gaps ``s_ij − s_ii``.
+        ``weight_sum`` is ``Σ_j w_ij``. The default is correct if :attr:`depends_on_gaps`.
         """
         return -weight_sum
 

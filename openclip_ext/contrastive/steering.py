@@ -45,6 +45,7 @@ def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
         image=torch.cat([image, batch.image.to(batch.dtype)], dim=1),
         text=torch.cat([-text, batch.text.to(batch.dtype)], dim=1),
         mask=image.any(dim=1) & text.any(dim=1),
+        hard=None,
     )
 
 

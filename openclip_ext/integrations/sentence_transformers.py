@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
-from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.loss import HARD_NEGATIVES, ContrastiveLoss
 from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.integrations.micro_batches import rows_of
 from openclip_ext.integrations.model_loss import ModelLoss
@@ -62,16 +62,17 @@ class GlobalContrastiveLoss(nn.Module):
         """Return the loss of a batch, 0-d.
 
         Args:
-            sentence_features: The two columns of texts or images, preprocessed.
+            sentence_features: Two columns of texts or images, preprocessed, and optionally a third with hard negatives of the
+                first column. They are additional negatives of its anchors.
             labels: Indices ``(B_local,)`` of the samples, if the loss needs them.
         """
         embeddings = [normalize(self._embed(features), dim=-1) for features in sentence_features]
-        if len(embeddings) != 2:
+        if len(embeddings) not in (2, 3):
             raise ValueError(
-                f"expected two columns of texts or images, found {len(embeddings)}: remove columns of hard negatives"
+                f"expected two columns, or three with hard negatives, found {len(embeddings)}: remove columns"
             )
-        first, second = embeddings
-        outputs = {"image_features": first, "text_features": second, "logit_scale": self.logit_scale.exp()}
+        outputs = dict(zip(("image_features", "text_features", HARD_NEGATIVES), embeddings, strict=False))
+        outputs["logit_scale"] = self.logit_scale.exp()
         if self.logit_bias is not None:
             outputs["logit_bias"] = self.logit_bias
         return self.model_loss(outputs, labels, training=self.model.training)

@@ -242,6 +242,7 @@ class PartitionObjective(Objective):
 
     estimand = PARTITION_MEAN
     regularized = True
+    depends_on_gaps = False
 
     def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
         return log_math.saturating_exp(-alpha) / batch_at_tau.batch.pairs - 1

@@ -39,6 +39,7 @@ class Decoupled(Objective):
     """``−s_ii + τ·log(ε + u)`` [opt4ml, Algorithm 34]. The coefficient of the positive pair is exactly −1."""
 
     estimand = _UNCENTERED_MEAN
+    depends_on_gaps = False
 
     def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
         return -torch.ones_like(weight_sum)

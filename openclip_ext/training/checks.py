@@ -158,7 +158,8 @@ def check_combination(plan: RunPlan, loss: ContrastiveLoss, world_size: int, is_
     assert plan.data is not None
     name, has_head = plan.loss.name, loss.model_head() is not None
     batch = plan.loading.batch_size * plan.loading.accum_freq * world_size
-    has_other_terms = plan.data.hard_negative_key is not None or (is_captioner and loss.trains_captions)
+    # Only OpenCLIP's own loss also learns from the captions or the hard negative of a single pair.
+    has_other_terms = loss.trains_captions and (plan.data.hard_negative_key is not None or is_captioner)
     if batch < loss.smallest_batch and not has_other_terms:
         raise UsageError(
             f"--loss {name} learns nothing from a global batch of {batch} pair, which has no negatives: raise --batch-size or "
@@ -168,8 +169,8 @@ def check_combination(plan: RunPlan, loss: ContrastiveLoss, world_size: int, is_
         raise UsageError(f"--dataset-resampled: --loss {name} needs each sample once per epoch. Remove the flag")
     if plan.data.hard_negative_key is not None and not loss.accepts_hard_negatives:
         raise UsageError(
-            f"--hard-negative-key: --loss {name} with these options uses no hard negatives. Use --loss openclip (with "
-            "--local-loss only together with --gather-with-grad), or remove the flag"
+            f"--hard-negative-key: --loss {name} with these options uses no hard negatives: remove the flag, --steer, or "
+            "--local-loss without --gather-with-grad, or use another loss"
         )
     if plan.data.hard_negative_key is not None and is_captioner:
         raise UsageError(

@@ -14,10 +14,12 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from tests.distributed.pool import WORLD_SIZE, two_ranks
 from tests.losses.cases import (
     CASES,
+    HARD,
     REFERENCE_WIDTH,
     STEERED,
     Case,
     Step,
+    add_hard_negatives,
     assert_close,
     make_steps,
     reference_of,
@@ -28,8 +30,8 @@ from tests.references import networks
 STEPS = 5
 # AmorLIP with a separate stage II in each process. By design, its result differs from the result of one process.
 LOCAL_AMORLIP = "amorlip-local"
-# Suffixes of cases with NaN or inf, with samples whose reference embeddings are zero, and with anchors in chunks.
-NONFINITE, UNREAD, CHUNKS = "-nonfinite", "-unread", "-chunks"
+# Suffixes of cases with NaN or inf, samples whose reference embeddings are zero, anchors in chunks, and hard negatives.
+NONFINITE, UNREAD, CHUNKS, WITH_HARD = "-nonfinite", "-unread", "-chunks", "-hard"
 DISTILLED = "-distilled"
 _SPOILT = [
     "fastclip",
@@ -48,6 +50,7 @@ NAMES = [
     *(name + NONFINITE for name in _SPOILT),
     *(name + UNREAD for name in _UNREAD),
     *(name + CHUNKS for name in _CHUNKED),
+    *(name + WITH_HARD for name in HARD),
 ]
 
 
@@ -61,7 +64,9 @@ def _case(name: str) -> Case:
         return replace(local, options=local.options | distilled)
     if name == "openclip":
         return Case("openclip", None, {"local_loss": True, "gather_with_grad": True})
-    return (CASES | STEERED)[name.removesuffix(NONFINITE).removesuffix(UNREAD).removesuffix(CHUNKS)]
+    return (CASES | STEERED)[
+        name.removesuffix(NONFINITE).removesuffix(UNREAD).removesuffix(CHUNKS).removesuffix(WITH_HARD)
+    ]
 
 
 def _steps(name: str) -> list[Step]:
@@ -72,6 +77,8 @@ def _steps(name: str) -> list[Step]:
     if name.endswith(UNREAD):
         for number, step in enumerate(steps):
             step.unread = [step.index[number]]
+    if name.endswith(WITH_HARD):
+        add_hard_negatives(steps)
     return steps
 
 
@@ -97,7 +104,7 @@ def _own_part(step: Step, rank: int) -> Step:
     size = len(step.index) // WORLD_SIZE
     own = slice(rank * size, (rank + 1) * size)
     part = step.images[own], step.texts[own], step.logit_scale, step.index[own], step.epoch, step.labels[own]
-    return Step(*part, step.unread)
+    return Step(*part, step.unread, None if step.hard is None else step.hard[own])
 
 
 def _run_own_part(name: str) -> dict[str, Any]:
@@ -117,8 +124,12 @@ def two_processes(name: str) -> list[dict[str, Any]]:
 def _averaged(ranks: list[dict[str, Any]], step: int) -> list[torch.Tensor]:
     """Return a step's gradients in the form of one process. As in DDP, gradients are averaged over ranks."""
     gradients = [rank["gradients"][step] for rank in ranks]
-    features = [torch.cat([gradient[side] for gradient in gradients]) / WORLD_SIZE for side in (0, 1)]
-    return [*features, sum(gradient[2] for gradient in gradients) / WORLD_SIZE]
+    images, texts, *hard = (
+        torch.cat([gradient[place] for gradient in gradients]) / WORLD_SIZE
+        for place in range(len(gradients[0]))
+        if place != 2
+    )
+    return [images, texts, sum(gradient[2] for gradient in gradients) / WORLD_SIZE, *hard]
 
 
 def _whole_state(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraine
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
+from torch.nn.functional import normalize
 
 from openclip_ext.contrastive.model import LOGIT_SCALE
 from openclip_ext.data import with_index
@@ -97,13 +98,27 @@ def test_the_temperature_has_no_weight_decay(tmp_path):
     assert torch.equal(*found)
 
 
-def test_accumulation_and_hard_negatives_are_refused(tmp_path):
+def test_accumulation_and_more_than_three_columns_are_refused(tmp_path):
     with pytest.raises(ValueError, match="do not accumulate"):
         train(tmp_path, gradient_accumulation_steps=2)
     loss = GlobalContrastiveLoss(encoder(), stateful_loss())
     features = loss.model.preprocess(["one two"])
-    with pytest.raises(ValueError, match="found 3"):
-        loss([dict(features) for _ in range(3)], torch.tensor([0]))
+    with pytest.raises(ValueError, match="found 4"):
+        loss([dict(features) for _ in range(4)], torch.tensor([0]))
+
+
+def test_a_third_column_has_hard_negatives():
+    columns = [["one two", "three four"], ["two three", "five"], ["one", "six seven"]]
+    one, other = (GlobalContrastiveLoss(encoder(), stateful_loss()) for _ in range(2))
+    value = one([one.model.preprocess(texts) for texts in columns], torch.arange(2))
+    names = ("image_features", "text_features", "hard_negative_features")
+    features = [normalize(one.model.encode(texts, convert_to_tensor=True)) for texts in columns]
+    scale = other.logit_scale.exp()
+    expected = other.model_loss.loss(
+        **dict(zip(names, features, strict=True)), logit_scale=scale, index=torch.arange(2)
+    )
+    torch.testing.assert_close(value, expected)
+    assert value != stateful_loss()(*features[:2], scale, index=torch.arange(2))
 
 
 class Rows(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.loss import HARD_NEGATIVES, ContrastiveLoss
 from openclip_ext.contrastive.seeding import generator
 from openclip_ext.losses import options, registry
 from openclip_ext.losses.amorlip import TwoSidedMlp
@@ -368,6 +368,16 @@ STEERED = {
 }
 
 
+# Cases that also run with hard negatives.
+HARD = [
+    *("sogclr", "fastclip", "fastclip-large-eps", "fastclip-minibatch", "fastclip-v0", "isogclr", "scent", "tempnet"),
+    *("openclip-constant", "openclip-learned", "sogclr-solved", "amorlip", "amorlip-negatives", "neuclip-mlp"),
+    *("neuclip", "neuclip-verified", "neuclip-alpha-tau-gradient", "neuclip-no-alpha-gradient"),
+    *("queueclip", "queueclip-queue-alone", "queueclip-others-alone", "queueclip-batch-alone", "fastclip-distilled"),
+    *("fastclip-mask", "fastclip-positive", "neuclip-mask", "isogclr-positive", "openclip-learned-mask"),
+]
+
+
 def kinds() -> list[str]:
     """Return the names of all cases except those that differ from another case only in option values or parts."""
     assert CASES.keys() >= _OTHER_NUMBERS
@@ -403,6 +413,7 @@ class Step:
     epoch: int
     labels: list[Any] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)  # indices of samples whose reference embeddings are zero
+    hard: Tensor | None = None  # features of hard negatives
 
 
 class TwoTowers(nn.Module):
@@ -443,6 +454,14 @@ def make_steps(number: int = 5, batch: int = 6, seed: int = 0, duplicates: bool 
     return steps
 
 
+def add_hard_negatives(steps: Iterable[Step]) -> None:
+    """Give each sample of the steps a hard negative, which is similar to its text."""
+    random = torch.Generator().manual_seed(7)
+    for step in steps:
+        noise = torch.randn(step.texts.shape, generator=random, dtype=torch.float64)
+        step.hard = unit(step.texts + 0.4 * noise)
+
+
 def run_step(
     loss: ContrastiveLoss,
     step: Step,
@@ -450,14 +469,16 @@ def run_step(
     autocast: torch.dtype | None = None,
     more: Iterable[Tensor] = (),
 ) -> tuple[Tensor, list[Tensor]]:
-    """Call the loss; return its value and its gradients with respect to images, texts, scale and ``more``."""
+    """Call the loss; return its value and its gradients: of images, texts, scale, hard negatives (if any) and ``more``."""
     loss.start_epoch(step.epoch)
-    images, texts = (features.to(dtype, copy=True).requires_grad_() for features in (step.images, step.texts))
+    given = [values for values in (step.images, step.texts, step.hard) if values is not None]
+    images, texts, *hard = (features.to(dtype, copy=True).requires_grad_() for features in given)
     wide = torch.promote_types(dtype, torch.float32)
     logit_scale = torch.tensor(step.logit_scale, dtype=wide, requires_grad=True)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         positives = {"positives": torch.tensor(step.labels)} if loss.needs_positives else {}
-        given = positives | reference_of(loss, step.index, step.unread)
-        value = loss(images, texts, logit_scale, index=torch.tensor(step.index), **given)
-    gradients = torch.autograd.grad(value, (images, texts, logit_scale, *more), allow_unused=True)
+        named = positives | reference_of(loss, step.index, step.unread)
+        named |= {HARD_NEGATIVES: hard[0]} if hard else {}
+        value = loss(images, texts, logit_scale, index=torch.tensor(step.index), **named)
+    gradients = torch.autograd.grad(value, (images, texts, logit_scale, *hard, *more), allow_unused=True)
     return value.detach(), [torch.zeros(()) if gradient is None else gradient for gradient in gradients]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from openclip_ext.contrastive import similarities
-from tests.losses.cases import CASES, STEERED, Case, Step, make_steps, run_step
-from tests.references.contrastive import equal_captions
+from tests.losses.cases import CASES, HARD, STEERED, Case, Step, add_hard_negatives, make_steps, run_step
+from tests.references.contrastive import equal_captions, hard_negatives
 from tests.references.steering import without_reference
 
 
@@ -16,20 +16,31 @@ def _compare(case: Case, steps: list[Step]) -> None:
         with (
             equal_captions(case.options.get("equal_captions", "negative"), step.labels),
             without_reference(step.unread),
+            hard_negatives(step.hard) as hard_leaf,
         ):
             expected = reference.step(step.images, step.texts, step.logit_scale, step.index, step.epoch)
-        value, (images, texts, logit_scale) = run_step(loss, step)
+        value, (images, texts, logit_scale, *hard) = run_step(loss, step)
         close = {"rtol": case.tolerance, "atol": case.tolerance}
         message = f"step {number}: {{}}".format
         torch.testing.assert_close(value.item(), expected.value, **close, msg=message)
         torch.testing.assert_close(images, expected.images, **close, msg=message)
         torch.testing.assert_close(texts, expected.texts, **close, msg=message)
         torch.testing.assert_close(logit_scale.item(), expected.logit_scale, **close, msg=message)
+        if hard_leaf is not None:
+            torch.testing.assert_close(hard[0], hard_leaf.grad, **close, msg=message)
 
 
 @pytest.mark.parametrize("name", [*CASES, *STEERED])
 def test_several_steps_with_duplicates(name: str) -> None:
     _compare((CASES | STEERED)[name], make_steps())
+
+
+@pytest.mark.parametrize("batch", [6, 2])
+@pytest.mark.parametrize("name", HARD)
+def test_hard_negatives(name: str, batch: int) -> None:
+    steps = make_steps(batch=batch, duplicates=batch > 2)
+    add_hard_negatives(steps)
+    _compare((CASES | STEERED)[name], steps)
 
 
 # TempNet is skipped: its dropout mask has the shape of the batch, so it differs in a batch without the sample.
@@ -63,10 +74,14 @@ def test_one_sample_twice_fills_the_batch(name: str) -> None:
     _compare(CASES[name], steps)
 
 
-@pytest.mark.parametrize("name", [*CASES, *STEERED])
-def test_chunks_of_anchors_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_hard"), [*((name, False) for name in (*CASES, *STEERED)), *((name, True) for name in HARD)]
+)
+def test_chunks_of_anchors_give_the_same(name: str, is_hard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that process anchors in chunks equal steps without chunks, which the tests above compare with references."""
     steps, tolerance = make_steps(), (CASES | STEERED)[name].tolerance
+    if is_hard:
+        add_hard_negatives(steps)
     whole, chunks = ((CASES | STEERED)[name].create().double() for _ in range(2))
     expected = [run_step(whole, step) for step in steps]
     # With up to 13 pairs, a chunk has 2 anchors with 6 samples each, or 1 anchor with its prototypes.

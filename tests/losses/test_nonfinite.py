@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
-from tests.losses.cases import Step, assert_close, copy_tensors, create_any, kinds, make_steps, run_step
+from tests.losses.cases import (
+    Step,
+    add_hard_negatives,
+    assert_close,
+    copy_tensors,
+    create_any,
+    kinds,
+    make_steps,
+    run_step,
+)
 
 
 def _one_feature(step: Step) -> None:
@@ -48,6 +57,18 @@ def test_a_bad_batch_does_not_change_the_state(name: str, spoil: Callable[[Step]
     assert value.isnan()
     assert not any(gradient.any() for gradient in gradients)
     # A call converts the state to the dtype of the features, so the dtype is not compared.
+    torch.testing.assert_close(copy_tensors(loss), before, rtol=0, atol=0, equal_nan=True, check_dtype=False)
+
+
+@pytest.mark.parametrize("name", ["fastclip", "queueclip", "openclip-learned"])
+def test_a_bad_hard_negative_does_not_change_the_state(name: str) -> None:
+    loss, steps = create_any(name), make_steps(2)
+    add_hard_negatives(steps)
+    run_step(loss, steps[0])
+    before = copy_tensors(loss)
+    steps[1].hard[2, 1] = float("nan")
+    value, gradients = run_step(loss, steps[1])
+    assert value.isnan() and not any(gradient.any() for gradient in gradients)
     torch.testing.assert_close(copy_tensors(loss), before, rtol=0, atol=0, equal_nan=True, check_dtype=False)
 
 

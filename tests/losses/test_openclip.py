@@ -125,8 +125,8 @@ def test_hard_negatives_that_do_not_fit_are_refused(features: dict[str, torch.Te
     hard = features["text_features"]
     for loss, negatives, message in (
         (create_loss("openclip"), hard[:3], r"expected the shape of text_features, \(6, 8\), found \(3, 8\)"),
-        (create_loss("openclip", temperature_scheme="constant"), hard, "does not use hard negatives"),
-        (create_loss("fastclip", num_samples=9), hard, "does not use hard negatives"),
+        (create_loss("siglip"), hard, "does not use hard negatives"),
+        (create_loss("fastclip", num_samples=9, embed_dim=8, reference_dim=3), hard, "does not use hard negatives"),
     ):
         with pytest.raises(ValueError, match=message):
             loss(**features, index=torch.arange(6), hard_negative_features=negatives)

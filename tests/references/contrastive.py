@@ -5,7 +5,9 @@ the gradients with respect to images, texts and logit scale. Images and texts ar
 anchors and 1 for text anchors. s_ij is the similarity of anchor i with sample j of the other modality.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -73,6 +75,46 @@ def inner(images: Tensor, texts: Tensor, tau: Tensor | float, side: int, i: int)
     return total / len(others)
 
 
+_hard_negatives: Tensor | None = None
+
+
+@contextlib.contextmanager
+def hard_negatives(texts: Tensor | None) -> Iterator[Tensor | None]:
+    """Within this context, ``texts`` ``(H, d)`` are additional negatives of all images. Yields a leaf that gets a gradient."""
+    leaf = None if texts is None else texts.detach().clone().requires_grad_()
+    with mock.patch(f"{__name__}._hard_negatives", leaf):
+        yield leaf
+
+
+def add_hard(images: Tensor, texts: Tensor, tau: Tensor | float, side: int, i: int, mean: Tensor) -> Tensor:
+    """Return a mean of exp((s_ij − s_ii)/τ) over the negatives, with the hard negatives added to its terms."""
+    if side == 1 or _hard_negatives is None:
+        return mean
+    count, s_ii = len(negatives(i, len(images))), positive(images, texts, 0, i)
+    more = [torch.exp((similarity - s_ii) / tau) for similarity in hard_terms(images[i])]
+    return (count * mean + sum(more)) / (count + len(more))
+
+
+def hard_terms(image: Tensor) -> list[Tensor]:
+    """Return an image's similarities to the hard negatives."""
+    return [] if _hard_negatives is None else [image @ text for text in _hard_negatives]
+
+
+def alpha_with_hard(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides) -> Sides:
+    """Return log-normalizers with the hard negatives added to the terms of their means."""
+    if _hard_negatives is None:
+        return alpha
+    pairs = [(k, i, torch.tensor(alpha[k][i], dtype=torch.float64).exp()) for k in (0, 1) for i in range(len(images))]
+    found = [add_hard(images, texts, tau[k][i], k, i, u).log().item() for k, i, u in pairs]
+    return [found[: len(images)], found[len(images) :]]
+
+
+def differentiate_hard(total: Tensor) -> None:
+    """Add the gradient of ``total`` to the hard negatives' leaf, if there is one. The graph is kept."""
+    if _hard_negatives is not None:
+        torch.autograd.backward(total, inputs=[_hard_negatives], retain_graph=True)
+
+
 def leaves(*tensors: Tensor | float) -> list[Tensor]:
     """Return float64 copies that require gradients."""
     return [torch.as_tensor(tensor, dtype=torch.float64).detach().clone().requires_grad_() for tensor in tensors]
@@ -103,13 +145,16 @@ def encoder_gradients(
     images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, multiply_by_tau: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return ½ Σ_k mean_i τ_i·exp(−α_k,i)·∇g_k,i for images and texts [NeuCLIP 4]; ``multiply_by_tau=False`` omits τ_i."""
+    alpha = alpha_with_hard(images, texts, tau, alpha)
     images, texts = leaves(images, texts)
     total = torch.zeros((), dtype=torch.float64)
     for side in (0, 1):
         for i in range(len(images)):
             factor = tau[side][i] if multiply_by_tau else 1.0
             weight = factor * math.exp(-alpha[side][i])
-            total = total + 0.5 * weight * inner(images, texts, tau[side][i], side, i) / len(images)
+            g = add_hard(images, texts, tau[side][i], side, i, inner(images, texts, tau[side][i], side, i))
+            total = total + 0.5 * weight * g / len(images)
+    differentiate_hard(total)
     return torch.autograd.grad(total, (images, texts))
 
 
@@ -121,8 +166,11 @@ def mean(sides: Sides | list[list[Tensor]]) -> float | Tensor:
 def robust_mean(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, eps: float, rho: float) -> float:
     """Return the robust objective: the mean over anchors of τ·((ε + g)/u + log u + ρ − 1), where u = exp(α)."""
 
+    alpha = alpha_with_hard(images, texts, tau, alpha)
+
     def of_anchor(k: int, i: int) -> float:
-        estimate = eps + inner(images, texts, tau[k][i], k, i).item()
+        g = inner(images, texts, tau[k][i], k, i)
+        estimate = eps + add_hard(images, texts, tau[k][i], k, i, g).item()
         return tau[k][i] * (math.exp(-alpha[k][i]) * estimate + alpha[k][i] + rho - 1)
 
     return mean([[of_anchor(k, i) for i in range(len(images))] for k in (0, 1)])
@@ -131,9 +179,12 @@ def robust_mean(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, eps: fl
 def robust_slopes(images: Tensor, texts: Tensor, tau: Sides, alpha: Sides, rho: float) -> Sides:
     """Return each derivative of a term of :func:`robust_mean` with respect to its τ, at constant u [opt4ml, Algorithm 35]."""
 
+    alpha = alpha_with_hard(images, texts, tau, alpha)
+
     def of_anchor(k: int, i: int) -> float:
         s_ii, t, u = positive(images, texts, k, i), tau[k][i], math.exp(alpha[k][i])
         ells = [(pair_similarity(images, texts, k, i, j) - s_ii).item() for j in negatives(i, len(images))]
+        ells += [(similarity - s_ii).item() for similarity in hard_terms(images[i])] if k == 0 else []
         return math.log(u) + rho - sum(math.exp(ell / t) * ell / t for ell in ells) / (u * len(ells))
 
     return [[of_anchor(k, i) for i in range(len(images))] for k in (0, 1)]
@@ -213,7 +264,11 @@ class FastClip:
         gradients = encoder_gradients(images, texts, taus, alpha, multiply_by_tau=self.kind != "unscaled")
         if self.kind == "unscaled":
             (variable,) = leaves(tau)
-            g = [[inner(images, texts, variable, k, i) for i in range(batch)] for k in (0, 1)]
+            alpha = alpha_with_hard(images, texts, taus, alpha)
+            g = [
+                [add_hard(images, texts, variable, k, i, inner(images, texts, variable, k, i)) for i in range(batch)]
+                for k in (0, 1)
+            ]
             total = mean([[g[k][i] * math.exp(-alpha[k][i]) for i in range(batch)] for k in (0, 1)])
             value, in_tau = total.item(), torch.autograd.grad(total, variable)[0].item()
         else:
@@ -239,8 +294,10 @@ class InfoNce:
                 is_mean = _equal_captions.choice == "positive"  # mean of the log-softmax over P_i
                 pairs = range(len(images)) if is_mean else [i, *negatives(i, len(images))]
                 row = [pair_similarity(images, texts, side, i, j) * scale for j in pairs]
+                row += [similarity * scale for similarity in hard_terms(images[i])] if side == 0 else []
                 own = positive(images, texts, side, i) * scale
                 value = value - 0.5 * (own - torch.logsumexp(torch.stack(row), 0)) / len(images)
+        differentiate_hard(value)
         in_images, in_texts, in_scale = torch.autograd.grad(value, (images, texts, scale))
         return StepResult(value.item(), in_images, in_texts, 0.0 if self.constant else in_scale.item())
 

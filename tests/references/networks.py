@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from tests.references.contrastive import (
     MovingAverage,
     StepResult,
+    differentiate_hard,
     encoder_gradients,
+    hard_terms,
     inner,
     leaves,
     negatives,
@@ -170,6 +172,7 @@ class AmorLip:
         for block in range(self.blocks):
             part = slice(block * size, (block + 1) * size)
             total = total + self._stage_two(images[part], texts[part], scale) / self.blocks
+        differentiate_hard(total)
         gradients = torch.autograd.grad(total, (images, texts, scale))
         return StepResult(total.item(), *gradients[:2], gradients[2].item())
 
@@ -185,9 +188,13 @@ class AmorLip:
                 denominator = math.exp(log_lambda[k][i])
                 if self.negatives_only:
                     denominator += math.exp((scale * (images[i] @ texts[i])).item()) / len(pairs)
-                for j in pairs:
-                    term = torch.exp(scale * pair_similarity(images, texts, k, i, j)) / denominator
-                    ell = ell + term / len(pairs) / size
+                cosines = [pair_similarity(images, texts, k, i, j) for j in pairs]
+                hard = hard_terms(images[i]) if k == 0 else []
+                if hard:  # they are terms of the partition function, too
+                    more = sum(torch.exp(scale * cosine) for cosine in hard).item()
+                    denominator = (len(pairs) * denominator + more) / (len(pairs) + len(hard))
+                for cosine in (*cosines, *hard):
+                    ell = ell + torch.exp(scale * cosine) / denominator / (len(pairs) + len(hard)) / size
         return 0.5 * (ell / scale.detach() + self.rho / scale)
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.references.contrastive import StepResult, inner, leaves, positive
+from tests.references.contrastive import StepResult, add_hard, differentiate_hard, inner, leaves, positive
 
 # Dimension of the reference model's block of embeddings and prototypes, which comes first. 0 means no reference model.
 _reference_width = 0
@@ -98,12 +98,16 @@ def unified_step(
     total = tau * (rho - 1)
     for side in (0, 1):
         for i in range(batch):
-            a = alpha[side][i] if alpha_gradient else alpha[side][i].detach()
+            hard_tau = tau if alpha_tau_gradient else tau.detach()
+            a = add_hard(images, texts, hard_tau, side, i, torch.as_tensor(alpha[side][i]).exp()).log()
+            a = a if alpha_gradient else a.detach()
             held = a.detach()
-            value = torch.exp(-held) * (eps + inner(images, texts, tau, side, i)) + held
+            g = add_hard(images, texts, tau, side, i, inner(images, texts, tau, side, i))
+            value = torch.exp(-held) * (eps + g) + held
             # This term adds the gradient through α. Its value is 0, and τ and g are treated as constant.
-            through_alpha = (1 - torch.exp(-held) * (eps + inner(images, texts, tau, side, i).detach())) * (a - held)
+            through_alpha = (1 - torch.exp(-held) * (eps + g.detach())) * (a - held)
             total = total + 0.5 * (tau * value + tau.detach() * through_alpha) / batch
+    differentiate_hard(total)
     gradients = torch.autograd.grad(total, (images, texts, scale))
     return StepResult(total.item(), *gradients[:2], gradients[2].item())
 

@@ -32,7 +32,7 @@ def test_hard_negatives_without_a_gradient_are_refused(flags, told):
     loss = create_loss("openclip", **config.loss.options)
     if not told:
         return check_combination(config, loss, 2, False)
-    with pytest.raises(UsageError, match="--local-loss only together with --gather-with-grad"):
+    with pytest.raises(UsageError, match="--local-loss without --gather-with-grad"):
         check_combination(config, loss, 2, False)
 
 
@@ -68,6 +68,7 @@ def test_what_the_model_the_loss_or_the_data_cannot_do_is_told(shards, tmp_path,
         ("openclip", "--accum-freq 2", False),
         ("openclip", "--model CAPTIONER", False),
         ("openclip", "--hard-negative-key txt", False),
+        ("queueclip", "--hard-negative-key txt", True),
     ],
 )
 def test_a_global_batch_of_one_pair_is_refused_if_the_loss_learns_nothing(shards, tmp_path, loss, flags, is_refused):

@@ -35,7 +35,7 @@ class DataSpec:
         dest="json_text_key_probs",
     )
     hard_negative_key: str | None = flag(
-        None, "like --caption-key, for captions that do not fit the image: additional negatives of --loss openclip"
+        None, "like --caption-key, for captions that do not fit the image: additional negatives of the images"
     )
     csv_separator: str = flag("\t")
     csv_image_key: str = flag("filepath", dest="csv_img_key")  # column with the paths of the images
