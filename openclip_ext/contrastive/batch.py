@@ -106,6 +106,7 @@ class GatheredBatch:
         world_size: Number of processes whose samples are in this batch.
         epoch, call, learning: As in :class:`LocalBatch`.
         labels: Groups of equal samples, ``(B,)`` int64, or None. Samples with equal labels are not negatives of each other.
+        given_labels: The labels from the caller, ``(B,)`` or ``(B, k)`` int64. They identify equal samples of other batches.
         positive_means: ``(2, B, d)``, mean of each anchor's positives on the other side. None means one positive per anchor.
         hard: Features of hard negatives, ``(B, d)``, or None.
     """
@@ -126,6 +127,7 @@ class GatheredBatch:
     call: int | Tensor
     learning: bool
     labels: Tensor | None = None
+    given_labels: Tensor | None = None
     positive_means: Tensor | None = None
     hard: Tensor | None = None
 
@@ -273,6 +275,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         ok = ok & (number >= 2)
     count = number.clamp(min=2)
     negatives = count - 1
+    given_labels = labels
     if labels is not None:
         labels = merge_labels(labels)
         equal = group_count(labels, valid)
@@ -305,6 +308,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         call=batch.call,
         learning=batch.learning,
         labels=labels,
+        given_labels=given_labels,
         positive_means=positive_means,
         hard=hard,
     )

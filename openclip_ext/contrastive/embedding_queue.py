@@ -1,5 +1,7 @@
 """A queue of the most recent embeddings, for NeuCLIP's prototypes, for queueclip and for solved temperatures."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -15,11 +17,14 @@ class EmbeddingQueue(nn.Module):
         rows: ``(2, capacity, d)``: text embeddings for image anchors, and image embeddings for text anchors.
         next: 0-d, the row that the next sample will overwrite.
         filled: 0-d, the number of rows in use.
+        labels: ``(capacity, 2)`` int64 labels of equal samples, see :mod:`openclip_ext.contrastive.equal_captions`. None
+            before :meth:`keep_labels`.
     """
 
     rows: Tensor
     next: Tensor
     filled: Tensor
+    labels: Tensor | None
 
     def __init__(self, capacity: int, embed_dim: int) -> None:
         super().__init__()
@@ -27,14 +32,47 @@ class EmbeddingQueue(nn.Module):
         self.register_buffer("rows", torch.zeros(2, capacity, embed_dim))
         self.register_buffer("next", torch.zeros((), dtype=torch.int64))
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
+        self.labels = None
+
+    def keep_labels(self) -> None:
+        """Also store the labels of all samples that are added from now on."""
+        del self.labels
+        self.register_buffer("labels", torch.zeros(self.capacity, 2, dtype=torch.int64))
 
     def push(self, batch: GatheredBatch) -> None:
         candidates, positions, is_new = self._placement(batch)
+        if self.labels is not None:
+            new = _two_labels(batch)[candidates]
+            self.labels[positions] = torch.where(is_new[:, None], new, self.labels[positions])
         rows = torch.where(is_new[:, None], batch.features.flip(0)[:, candidates], self.rows[:, positions])
         self.rows[:, positions] = rows
         added = is_new.sum()
         self.next.add_(added).remainder_(self.capacity)
         self.filled.add_(added).clamp_(max=self.capacity)
+
+    def excluded(self, batch: GatheredBatch, leave_own_out: bool) -> Callable[[slice], Tensor] | None:
+        """Return which rows each anchor excludes after :meth:`push`. Call this method before it.
+
+        The result is None, or a function of a slice of ``b`` anchors that returns ``(b, capacity)`` bool. An anchor excludes
+        other samples that share one of its labels, and with ``leave_own_out`` also its own row.
+        """
+        if self.labels is None and not leave_own_out:
+            return None
+        assigned = self.assigned_rows(batch)
+
+        def of_anchors(anchors: slice) -> Tensor:
+            own = assigned[anchors, None] == torch.arange(self.capacity, device=assigned.device)
+            if self.labels is None:
+                return own
+            equal = self.equal(batch, anchors)
+            return equal | own if leave_own_out else equal & ~own
+
+        return of_anchors
+
+    def equal(self, batch: GatheredBatch, anchors: slice) -> Tensor:
+        """Return which rows share a label with each of ``b`` anchors, ``(b, capacity)`` bool. Needs :meth:`keep_labels`."""
+        assert self.labels is not None
+        return (_two_labels(batch)[anchors, None] == self.labels).any(dim=2)
 
     def assigned_rows(self, batch: GatheredBatch) -> Tensor:
         """Return the row ``(B,)`` int64 that :meth:`push` assigns to each sample; −1 for samples that are not added."""
@@ -66,6 +104,17 @@ def repeated_batch(batch: GatheredBatch, number: int) -> Tensor:
     order = _valid_first(batch)
     filled = batch.valid.sum().clamp(min=1, max=number)
     return batch.features.flip(0)[:, order[torch.arange(number, device=order.device) % filled]]
+
+
+def _two_labels(batch: GatheredBatch) -> Tensor:
+    """Return the samples' labels as ``(B, 2)``. A single label is repeated."""
+    assert batch.given_labels is not None
+    labels = batch.given_labels.reshape(batch.size, -1)
+    if labels.shape[1] > 2:
+        raise ValueError(
+            f"positives: {labels.shape[1]} labels per sample, expected at most 2, because a queue stores them"
+        )
+    return labels.expand(-1, 2)
 
 
 def _valid_first(batch: GatheredBatch) -> Tensor:

@@ -9,6 +9,9 @@ equal. ``P_i`` are the samples that equal anchor ``i``, including ``i``. ``N_i``
 - ``mask``: the negatives are ``N_i``, in every sum and in every count;
 - ``positive``: the negatives are ``N_i``, and the mean of ``s_ij`` over ``P_i`` replaces ``s_ii``.
 
+Parts with a queue of earlier embeddings (``queueclip``, a solved temperature) also store labels, and exclude samples of the
+queue that share a label with the anchor. A mask has no labels, so there, captions of other batches count as different.
+
 With ``positive`` and a negligible ``ε``, the loss is the mean of ``−s_ip + τ·log mean_{j∈N_i} exp(s_ij/τ)`` over the positives
 ``p``. This is the supervised contrastive loss ``L_out`` (Khosla et al., NeurIPS 2020) without positives in the denominator.
 Page: ``docs/equal-captions.md``.
@@ -60,7 +63,7 @@ def _is_tensor(value: object, dtype: torch.dtype, *shape: int | None) -> TypeGua
 
 
 def _mask_to_labels(mask: Tensor, call: int | Tensor) -> Tensor:
-    """Return labels ``(B,)``: for each sample, the position of the first sample with an equal caption."""
+    """Return labels ``(B,)``, which are equal for equal captions, and different in each call."""
     if distributed.world_size() > 1:
         raise ValueError(
             f"positives: a mask cannot compare captions across {distributed.world_size()} processes: pass labels, an int64 "
@@ -75,4 +78,4 @@ def _mask_to_labels(mask: Tensor, call: int | Tensor) -> Tensor:
             f"positives: inconsistent mask at samples {i} and {j}: expected a symmetric mask with a true diagonal, in which "
             "two captions that equal a third caption equal each other. Correct this pair in the mask"
         )
-    return labels
+    return labels + call * len(mask)

@@ -94,10 +94,17 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if reason is not None:
             names = ", ".join(type(part).__name__ for part in (objective, normalizer, temperature))
             raise ValueError(f"{names}: {reason}")
-        if reason := _label_incompatibility(equal_captions, type(objective), type(normalizer)):
-            raise OptionError("equal_captions", f"equal_captions={equal_captions}: {reason}")
+        if equal_captions == POSITIVE and objective.estimand.includes_positive:
+            raise OptionError(
+                "equal_captions",
+                f"equal_captions=positive: this loss estimates {objective.estimand.formula}, with only one positive pair. Use "
+                "equal_captions=mask, or another loss",
+            )
         self.equal_captions = equal_captions
         self.needs_positives = equal_captions != NEGATIVE
+        if self.needs_positives:
+            normalizer.keep_labels()
+            temperature.keep_labels()
         self.reference_dim, self.steers = reference_dim, steer and reference_dim > 0
         self.accepts_hard_negatives = self.views == 1 and not self.steers  # hard negatives have no reference embeddings
         self.distill, self.reference_temperature = distill, reference_temperature
@@ -381,18 +388,6 @@ def incompatibility(
     if normalizer.contrasts_locally and (temperature.learns_own or temperature.solves):
         return "this normalizer can use each process's own batch, but this temperature scheme needs the global batch"
     return None
-
-
-def _label_incompatibility(choice: str, objective: type[Objective], normalizer: type[Normalizer]) -> str:
-    """Return why a loss of these parts does not support a value of ``equal_captions``; empty if the loss supports it."""
-    if choice != NEGATIVE and normalizer.refuses_labels:
-        return f"{normalizer.refuses_labels}. Use equal_captions=negative, or another loss"
-    if choice == POSITIVE and objective.estimand.includes_positive:
-        return (
-            f"this loss estimates {objective.estimand.formula}, with only one positive pair. Use equal_captions=mask, or "
-            "another loss"
-        )
-    return ""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,6 @@ class Normalizer(nn.Module):
         needs_index: Whether the normalizer needs ``batch.index``.
         depends_on_epoch: Whether the normalizer has schedules that depend on the epoch.
         differentiable: Whether the estimate can have a gradient with respect to the embeddings.
-        refuses_labels: The reason why the normalizer cannot exclude samples with equal labels; empty if it can.
         contrasts_locally: Whether the encoders' loss compares only each process's own samples. :meth:`step` then updates the
             state with ``batch_at_tau.of_all_processes()``. A class sets it to True if an option can enable it.
     """
@@ -58,7 +57,6 @@ class Normalizer(nn.Module):
     needs_index: ClassVar[bool] = False
     depends_on_epoch: bool = False
     differentiable: ClassVar[bool] = False
-    refuses_labels: ClassVar[str] = ""
     contrasts_locally: bool = False
 
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
@@ -68,6 +66,9 @@ class Normalizer(nn.Module):
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
         """Estimate a batch's log-normalizers from the stored state, without changing the state."""
         raise NotImplementedError
+
+    def keep_labels(self) -> None:
+        """Prepare for batches with labels of equal samples. Called once by a loss with ``equal_captions``."""
 
     def start_epoch(self, epoch: int) -> None:
         """Start a new epoch. Not called at the start of epoch 0 or after a resume in mid-epoch: read ``batch.epoch`` there."""

@@ -21,6 +21,7 @@ from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue
+from openclip_ext.contrastive.similarities import MASKED_SIMILARITY
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, global_temperatures, log_inverse
 
 # Steps before τ first moves, because the embeddings of an untrained model contain no information about the temperature.
@@ -40,7 +41,8 @@ class SolvedTemperature(TemperatureScheme):
 
     After the first 100 steps, and once the queue is full, each step moves ``log τ`` by a hundredth of its distance to the
     solution. The batch is added to the queue afterwards. So an anchor is not compared with its own positive if the queue is
-    shorter than the data set. ``finish_logit_scale_step`` sets the model's parameter to ``log(1/τ)``.
+    shorter than the data set. With ``equal_captions``, an anchor is not compared with samples that share one of its labels.
+    ``finish_logit_scale_step`` sets the model's parameter to ``log(1/τ)``.
     """
 
     solves = True
@@ -86,6 +88,9 @@ class SolvedTemperature(TemperatureScheme):
         stored = self.log_tau.exp().to(batch.features.dtype)
         return torch.where(stored.isnan(), global_temperatures(batch), stored)
 
+    def keep_labels(self) -> None:
+        self.queue.keep_labels()
+
     def solve(self, batch_at_tau: BatchAtTemperature) -> None:
         """Move ``log τ`` towards the solution for this batch, then push the batch into the queue."""
         batch = batch_at_tau.batch
@@ -99,10 +104,15 @@ class SolvedTemperature(TemperatureScheme):
 
     def _move(self, log_tau: Tensor, batch: GatheredBatch) -> Tensor:
         similarities = batch.features[:, :_ANCHORS] @ self.queue.rows.transpose(1, 2)
-        valid = batch.valid[:_ANCHORS].to(similarities.dtype)
+        valid, negatives = batch.valid[:_ANCHORS].to(similarities.dtype), None
+        if self.queue.labels is not None:
+            excluded = self.queue.equal(batch, slice(0, _ANCHORS))
+            similarities.masked_fill_(excluded, MASKED_SIMILARITY)
+            negatives = (~excluded).sum(dim=1)
+            valid = valid * (negatives > 0)
         number = valid.sum()
         # Without a valid anchor, the divergence is NaN. This can happen although later samples of the batch are valid.
-        divergence = partial(_mean_divergence, similarities, valid / (2 * number))
+        divergence = partial(_mean_divergence, similarities, valid / (2 * number), negatives)
         moves = (self.queue.filled == self.queue.capacity) & (self.steps >= _WARMUP_STEPS) & (number > 0)
         self.divergence.copy_(torch.where(moves, divergence(log_tau), self.divergence))
         return torch.where(moves, log_tau.lerp(self._solution(divergence, log_tau), _RATE), log_tau)
@@ -127,18 +137,21 @@ class SolvedTemperature(TemperatureScheme):
         return {"rho": self.target} | ({} if math.isnan(divergence) else {"divergence": divergence})
 
 
-def _mean_divergence(similarities: Tensor, weights: Tensor, log_tau: Tensor) -> Tensor:
+def _mean_divergence(similarities: Tensor, weights: Tensor, negatives: Tensor | None, log_tau: Tensor) -> Tensor:
     """Return the weighted mean of ``KL(softmax(s_i/τ) ‖ uniform)`` over all anchors, shaped like ``log_tau``.
 
     Args:
         similarities: ``s`` of both sides' anchors with the queue, ``(2, b, m)``.
         weights: ``(b,)`` weights of the anchors of one side. They sum to ½, because both sides use them.
+        negatives: ``(b,)`` number of each anchor's samples in the queue that are not masked. None means all ``m``.
         log_tau: 0-d or ``(parts,)``.
     """
     inverse = torch.exp(-log_tau[..., None, None])
-    terms, scale, log_sum = log_math.softmax_terms(similarities * inverse[..., None], dim=-1, has_masked=False)
+    has_masked = negatives is not None
+    terms, scale, log_sum = log_math.softmax_terms(similarities * inverse[..., None], dim=-1, has_masked=has_masked)
     mean = torch.linalg.vecdot(terms, similarities)
     if scale is not None:
         mean = mean * scale
-    divergence = mean * inverse - log_sum + math.log(similarities.shape[-1])
+    log_number = math.log(similarities.shape[-1]) if negatives is None else negatives.clamp(min=1).log()
+    divergence = mean * inverse - log_sum + log_number
     return (divergence * weights).sum(dim=(-2, -1))

@@ -57,6 +57,9 @@ class TemperatureScheme(nn.Module):
     def solve(self, batch_at_tau: BatchAtTemperature) -> None:
         """Compute the next step's temperatures from all processes' embeddings of a training step."""
 
+    def keep_labels(self) -> None:
+        """Prepare for batches with labels of equal samples. Called once by a loss with ``equal_captions``."""
+
     def rho(self, epoch: int | Tensor) -> float | Tensor | None:
         """Return the weight of the regularizer in an epoch; None if :attr:`regularized` is False."""
         return None
@@ -146,6 +149,9 @@ class GlobalTemperature(UnregularizedTemperature):
         self.switch_epoch = round(rho_switch * epochs, 6)  # in floating point, 0.55 * 100 is above 55
         self.depends_on_epoch = self.rho_end != rho
         self.slow_when_small = slow_when_small
+
+    def keep_labels(self) -> None:
+        """Prepare for batches with labels of equal samples. Called once by a loss with ``equal_captions``."""
 
     def rho(self, epoch: int | Tensor) -> float | Tensor:
         return choose(epoch >= self.switch_epoch, self.rho_end, self.first_rho)

@@ -27,6 +27,7 @@ Example:
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +92,7 @@ def estimate_from_prototypes(
     eps: float,
     with_gradient: bool,
     multiplicity: Tensor | None = None,
-    excluded: Tensor | None = None,
+    excluded: Callable[[slice], Tensor] | None = None,
 ) -> PrototypeEstimate:
     """Return ``α_i = log(ε + (1/m) Σ_j exp((cos(e_i, W_j) − s_ii)/τ_i))`` of this process's anchors [10, 11].
 
@@ -101,15 +102,10 @@ def estimate_from_prototypes(
         eps: The constant ε.
         with_gradient: Whether the gradient with respect to the embeddings is needed.
         multiplicity: Weight of each prototype in the mean, ``(m,)``. None (default) means 1.
-        excluded: Index of the prototype to exclude for each anchor, ``(B,)``; −1 excludes no prototype. Needs
-            ``multiplicity``. None (default) excludes no prototype for any anchor.
+        excluded: Function of a slice of ``b`` anchors that returns which prototypes each excludes, ``(b, m)`` bool. Needs
+            ``multiplicity``. None (default) excludes no prototype.
     """
     batch, tau = batch_at_tau.batch, batch_at_tau.tau
-    number: int | Tensor = directions.shape[1]
-    if excluded is not None:
-        assert multiplicity is not None
-        number = number - torch.where(excluded < 0, 0, multiplicity[excluded])
-    offset = _log_offset(batch_at_tau, number)
     alpha = torch.empty_like(tau[:, batch.local], memory_format=torch.contiguous_format)
     share = torch.empty_like(alpha)
     pull = torch.empty_like(batch.features[:, batch.local]) if with_gradient else None
@@ -119,10 +115,14 @@ def estimate_from_prototypes(
         terms = (batch.features[:, anchors] / tau[:, anchors, None]) @ directions.transpose(1, 2)
         if log_multiplicity is not None:
             terms += log_multiplicity
+        number: int | Tensor = directions.shape[1]
         if excluded is not None:
-            _mask_out_(terms, excluded[anchors])
+            assert multiplicity is not None
+            left_out = excluded(anchors)
+            terms.masked_fill_(left_out, torch.finfo(terms.dtype).min / 4)  # not −∞, because an anchor may exclude all
+            number = (multiplicity * ~left_out).sum(dim=1).clamp(min=1)
         terms, scale, log_sum = log_math.softmax_terms(terms, dim=2)
-        log_mean = log_sum - offset[:, anchors]
+        log_mean = log_sum - _log_offset(batch_at_tau, number, anchors)
         alpha[:, here] = log_math.log_add(log_mean, eps)
         share[:, here] = (log_mean - alpha[:, here]).exp_()
         if pull is not None:
@@ -131,18 +131,12 @@ def estimate_from_prototypes(
     return PrototypeEstimate(batch_at_tau, alpha, share, pull)
 
 
-def _log_offset(batch_at_tau: BatchAtTemperature, prototypes: int | Tensor) -> Tensor:
-    """Return ``logsumexp_j e_i·Ŵ_j/τ_i`` minus the log of the mean of ``exp((e_i·Ŵ_j − s_ii)/τ_i)``, ``(2, B)``."""
+def _log_offset(batch_at_tau: BatchAtTemperature, prototypes: int | Tensor, anchors: slice = slice(None)) -> Tensor:
+    """Return ``logsumexp_j e_i·Ŵ_j/τ_i`` minus the log of the mean of ``exp((e_i·Ŵ_j − s_ii)/τ_i)``, ``(2, b)``."""
+    exponent = batch_at_tau.positive_exponent[:, anchors]
     if isinstance(prototypes, Tensor):
-        return batch_at_tau.positive_exponent + prototypes.to(batch_at_tau.tau.dtype).log()
-    return batch_at_tau.positive_exponent + math.log(prototypes)
-
-
-def _mask_out_(exponents: Tensor, excluded: Tensor) -> None:
-    """Set the exponents ``(2, b, m)`` of each anchor's ``excluded`` prototype ``(b,)`` to −∞; −1 excludes no prototype."""
-    column = excluded.clamp(min=0).expand(2, -1)[:, :, None]
-    kept = torch.where(excluded[:, None] < 0, exponents.gather(2, column), -torch.inf)
-    exponents.scatter_(2, column, kept)
+        return exponent + prototypes.to(exponent.dtype).log()
+    return exponent + math.log(prototypes)
 
 
 class PrototypeNormalizer(Normalizer):

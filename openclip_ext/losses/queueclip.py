@@ -18,6 +18,8 @@ Example:
     >>> sum(terms.values()).backward()
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -40,9 +42,6 @@ class QueueNormalizer(Normalizer):
 
     estimates = (NEGATIVES_MEAN,)
     differentiable = True
-    refuses_labels = (
-        "the queue contains embeddings of earlier steps without their captions, so equal captions would be pushed apart"
-    )
 
     def __init__(
         self,
@@ -65,19 +64,29 @@ class QueueNormalizer(Normalizer):
         self.queue = EmbeddingQueue(prototypes, embed_dim)
         self.blocks = blocks(reference_dim)
 
+    def keep_labels(self) -> None:
+        self.queue.keep_labels()
+
     def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        excluded = self.queue.assigned_rows(batch_at_tau.batch) if self.leave_own_out else None
+        excluded = self.queue.excluded(batch_at_tau.batch, self.leave_own_out)
         self.queue.push(batch_at_tau.batch)
         return self._estimate(self.queue.rows, self.queue.multiplicity(), batch_at_tau, excluded)
 
     def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        """Estimate log-normalizers from the stored queue and this batch. An empty queue is replaced by this batch."""
+        """Estimate log-normalizers from the stored queue and this batch. An empty queue is replaced by this batch.
+
+        All samples of the queue count, also those with a label of the anchor.
+        """
         empty = self.queue.filled == 0
         rows = torch.where(empty, repeated_batch(batch_at_tau.batch, self.queue.capacity), self.queue.rows)
         return self._estimate(rows, torch.where(empty, 1, self.queue.multiplicity()), batch_at_tau)
 
     def _estimate(
-        self, rows: Tensor, multiplicity: Tensor, batch_at_tau: BatchAtTemperature, excluded: Tensor | None = None
+        self,
+        rows: Tensor,
+        multiplicity: Tensor,
+        batch_at_tau: BatchAtTemperature,
+        excluded: Callable[[slice], Tensor] | None = None,
     ) -> Estimate:
         batch = batch_at_tau.batch
         directions = normalize_blocks(rows, self.blocks)

@@ -281,6 +281,11 @@ _WITH_POSITIVES = (
     "neuclip",
     "neuclip-verified",
     "neuclip-mlp",
+    "queueclip",
+    "queueclip-few",
+    "queueclip-many",
+    "queueclip-others-alone",
+    "sogclr-solved",
 )
 CASES |= {
     f"{name}-{choice}": replace(
@@ -304,7 +309,7 @@ _OTHER_NUMBERS = {
     *("queueclip-few", "queueclip-many", "queueclip-others-few", "queueclip-others-many", "simclr-embeddings-width"),
     *(
         f"{name}-{choice}"
-        for name in ("sogclr", "fastclip-minibatch", "fastclip-v0", "scent")
+        for name in ("sogclr", "fastclip-minibatch", "fastclip-v0", "scent", "queueclip-few", "queueclip-many")
         for choice in ("mask", "positive")
     ),
     *("neuclip-verified-mask", "neuclip-verified-positive"),

@@ -6,6 +6,7 @@ anchors and 1 for text anchors. s_ij is the similarity of anchor i with sample j
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,10 +51,18 @@ def equal_captions(choice: str, labels: list[int]) -> Any:
     return mock.patch(f"{__name__}._equal_captions", EqualCaptions(choice, labels))
 
 
+_unique = itertools.count(-1, -1)
+
+
+def labels(batch: int) -> list[int]:
+    """Return the labels of a batch. If equal captions are negatives, no two samples of a run have equal labels."""
+    return [next(_unique) for _ in range(batch)] if _equal_captions.choice == "negative" else _equal_captions.labels
+
+
 def negatives(i: int, batch: int) -> list[int]:
     """Return N_i: the positions of the negatives of anchor ``i``."""
-    labels = range(batch) if _equal_captions.choice == "negative" else _equal_captions.labels
-    return [j for j in range(batch) if j != i and labels[j] != labels[i]]
+    names = labels(batch)
+    return [j for j in range(batch) if j != i and names[j] != names[i]]
 
 
 def positive(images: Tensor, texts: Tensor, side: int, i: int) -> Tensor:
@@ -356,7 +365,7 @@ class Solved:
     def __init__(self, estimator: MovingAverage, rho: float, m: int) -> None:
         self.estimator, self.rho, self.m = estimator, rho, m
         self.log_tau: float | None = None
-        self.newest: list[tuple[Tensor, Tensor]] = []
+        self.newest: list[tuple[Tensor, Tensor, int]] = []
 
     def step(self, images: Tensor, texts: Tensor, logit_scale: float, index: list[int], epoch: int) -> StepResult:
         """Take a step. The first call's logit scale is the initial 1/τ."""
@@ -370,14 +379,15 @@ class Solved:
             anchors = [(k, i) for k in (0, 1) for i in range(batch)]
             self.log_tau += 0.01 * (self._bisection(images, texts, anchors) - self.log_tau)
         self.log_tau = max(math.log(0.01), min(0.0, self.log_tau))
-        self.newest = [*self.newest, *zip(images, texts, strict=True)][-self.m :]
+        self.newest = [*self.newest, *zip(images, texts, labels(batch), strict=True)][-self.m :]
         return StepResult(value, *gradients, 0.0)
 
     def _divergence(self, images: Tensor, texts: Tensor, k: int, i: int, tau: float) -> float:
-        scaled = [((images[i] @ text if k == 0 else texts[i] @ image) / tau).item() for image, text in self.newest]
+        others = [(image, text) for image, text, label in self.newest if label != labels(len(images))[i]]
+        scaled = [((images[i] @ text if k == 0 else texts[i] @ image) / tau).item() for image, text in others]
         total = sum(math.exp(value) for value in scaled)
         share = [math.exp(value) / total for value in scaled]
-        return sum(p * math.log(p * self.m) for p in share)
+        return sum(p * math.log(p * len(others)) for p in share)
 
     def _bisection(self, images: Tensor, texts: Tensor, anchors: list[tuple[int, int]]) -> float:
         """Return the log τ at which the mean divergence of the anchors is ρ."""

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.references.contrastive import StepResult, add_hard, differentiate_hard, inner, leaves, positive
+from tests.references.contrastive import StepResult, add_hard, differentiate_hard, inner, labels, leaves, positive
 
 # Dimension of the reference model's block of embeddings and prototypes, which comes first. 0 means no reference model.
 _reference_width = 0
@@ -55,25 +55,30 @@ class Recent:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        # Text, image and number of each sample. Samples are numbered in the order of their arrival.
-        self.rows: list[tuple[Tensor, Tensor, int]] = []
+        # Text, image, number and label of each sample. Samples are numbered in the order of their arrival.
+        self.rows: list[tuple[Tensor, Tensor, int, int]] = []
         self.seen = 0
 
     def push(self, images: Tensor, texts: Tensor) -> range:
         """Add a batch; return the numbers of its samples."""
         numbers = range(self.seen, self.seen + len(images))
         self.seen += len(images)
-        new = list(zip(texts.clone(), images.clone(), numbers, strict=True))
+        new = list(zip(texts.clone(), images.clone(), numbers, labels(len(images)), strict=True))
         self.rows = (self.rows + new[: self.number])[-self.number :]
         return numbers
 
-    def places(self, number: int) -> set[int]:
-        """Return the rows of :meth:`repeated` that contain the sample ``number``."""
-        return {j for j in range(self.number) if self.rows[j % len(self.rows)][2] == number}
+    def left_out(self, number: int, label: int, leave_own_out: bool) -> set[int]:
+        """Return the rows of :meth:`repeated` with another sample of this label, or (if wanted) with the sample ``number``."""
+        rows = [self.rows[j % len(self.rows)] for j in range(self.number)]
+        return {
+            j
+            for j, (*_, other, its_label) in enumerate(rows)
+            if (leave_own_out if other == number else its_label == label)
+        }
 
     def repeated(self) -> tuple[Tensor, Tensor]:
         """Return texts and images (m, d). If there are fewer than m samples, they are repeated, starting with the oldest."""
-        texts, images, _ = zip(*(self.rows[j % len(self.rows)] for j in range(self.number)), strict=True)
+        texts, images, *_ = zip(*(self.rows[j % len(self.rows)] for j in range(self.number)), strict=True)
         return torch.stack(texts), torch.stack(images)
 
 
@@ -215,9 +220,10 @@ class QueueClip:
         """Take a step. Index and epoch have no effect."""
         numbers = self.recent.push(images, texts)
         queue = self.recent.repeated()
-        left_out = None
-        if self.leave_own_out:
-            left_out = [self.recent.places(number) for number in numbers]
+        left_out = [
+            self.recent.left_out(number, label, self.leave_own_out)
+            for number, label in zip(numbers, labels(len(images)), strict=True)
+        ]
 
         def alpha_of(images: Tensor, texts: Tensor, tau: Tensor | float) -> list[list[Tensor]]:
             mixed = []
