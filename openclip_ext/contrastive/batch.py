@@ -87,7 +87,7 @@ class GatheredBatch:
 
     If a feature or the logit scale is not finite, :attr:`ok` is False and all samples are masked. A sample without a reference
     or with an index out of range is masked alone. ``valid`` is False for masked samples, and their features are set to 0. So
-    all values computed from a masked sample are finite, and its weight of 0 in :attr:`share` removes them from means.
+    all values computed from a masked sample are finite, and its weight of 0 in :attr:`sample_weight` removes them from means.
 
     Attributes:
         features: ``(2, B, d)``: images, texts.
@@ -150,7 +150,7 @@ class GatheredBatch:
         return self.pairs.log()
 
     @_computed_once
-    def share(self) -> Tensor:
+    def sample_weight(self) -> Tensor:
         """``(B,)``, each sample's weight in the mean over valid samples; 0 for masked samples."""
         return self.valid / self.count
 
@@ -175,7 +175,7 @@ class GatheredBatch:
         ``values`` must be finite, even for masked samples. With ``anchors``, ``values`` contains only the values of these
         samples, and the result is their contribution to the mean.
         """
-        return values @ self.share[anchors]
+        return values @ self.sample_weight[anchors]
 
     def gather_local(self, values: Tensor) -> Tensor:
         """Gather values ``(rows, B_local)`` from all processes to ``(rows, B)``. Collective: all ranks call it."""
@@ -200,7 +200,7 @@ class GatheredBatch:
 
 
 @dataclass(frozen=True)
-class BatchAtTemperature:
+class ContrastStats:
     """A gathered batch at given temperatures, with the sums over each anchor's negatives.
 
     Attributes:
@@ -208,14 +208,14 @@ class BatchAtTemperature:
         tau: ``(2, B)`` temperatures of the anchors.
         log_sums: ``(2, B)`` ``log Σ_{j≠i} exp(s_ij/τ_i)`` over the negatives of each anchor.
         batch_estimate: The objective's function that computes :attr:`log_estimate` from this object.
-        of_all: Function that computes :meth:`of_all_processes`. None means that ``batch`` already has all processes' samples.
+        of_all: Function that computes :meth:`all_gather`. None means that ``batch`` already has all processes' samples.
     """
 
     batch: GatheredBatch
     tau: Tensor
     log_sums: Tensor
-    batch_estimate: Callable[["BatchAtTemperature"], Tensor]
-    of_all: Callable[[], "BatchAtTemperature"] | None = None
+    batch_estimate: Callable[["ContrastStats"], Tensor]
+    of_all: Callable[[], "ContrastStats"] | None = None
 
     @_computed_once
     def positive_exponent(self) -> Tensor:
@@ -223,14 +223,14 @@ class BatchAtTemperature:
         return self.batch.positive / self.tau
 
     @_computed_once
-    def log_gap_sums(self) -> Tensor:
+    def log_sum_negatives(self) -> Tensor:
         """``(2, B)`` ``log Σ_{j≠i} exp((s_ij − s_ii)/τ_i)``."""
         return self.log_sums - self.positive_exponent
 
     @_computed_once
-    def log_g(self) -> Tensor:
+    def log_mean_negatives(self) -> Tensor:
         """``(2, B)`` log of the mean of ``exp((s_ij − s_ii)/τ_i)`` over the negatives; 0 for masked samples."""
-        return self.log_gap_sums - self.batch.log_negatives
+        return self.log_sum_negatives - self.batch.log_negatives
 
     @_computed_once
     def log_estimate(self) -> Tensor:
@@ -240,9 +240,9 @@ class BatchAtTemperature:
     @_computed_once
     def infonce(self) -> Tensor:
         """``(2, B)`` mini-batch InfoNCE, ``log(1 + N·g)`` with ``N`` negatives."""
-        return log_math.log_add(self.log_gap_sums, 1.0)
+        return log_math.log_add(self.log_sum_negatives, 1.0)
 
-    def of_all_processes(self) -> "BatchAtTemperature":
+    def all_gather(self) -> "ContrastStats":
         """Return the samples of all processes at their temperatures. Collective: all ranks call it."""
         return self if self.of_all is None else self.of_all()
 

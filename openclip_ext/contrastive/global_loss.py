@@ -21,7 +21,7 @@ from torch import Tensor
 
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, gather_batch
+from openclip_ext.contrastive.batch import ContrastStats, LocalBatch, gather_batch
 from openclip_ext.contrastive.checks import without_autocast
 from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, read_labels
 from openclip_ext.contrastive.hard_negatives import HardNegatives
@@ -136,26 +136,37 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 batch = steered
         learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
-            batch_at_tau, similarities = self._contrast(batch, gather=not self.normalizer.contrasts_locally)
-            captions, hard = batch_at_tau, None if batch.hard is None else HardNegatives(batch_at_tau)
-            estimate, weight_ratio = self._estimate(captions, hard)
-            batch_at_tau = captions if hard is None else hard.joined
-            values = batch_at_tau.batch.mean(self.objective.value(batch_at_tau, estimate.alpha, weight_ratio))
-            values = values.masked_fill(~batch_at_tau.batch.ok, math.nan)
+            stats, similarities = self._contrast(batch, gather=not self.normalizer.contrasts_locally)
+            captions, hard = stats, None if batch.hard is None else HardNegatives(stats)
+            estimate, batch_to_estimate = self._estimate(captions, hard)
+            stats = captions if hard is None else hard.joined
+            values = stats.batch.mean(self.objective.value(stats, estimate.log_normalizer, batch_to_estimate))
+            values = values.masked_fill(~stats.batch.ok, math.nan)
             gradients, gap = self._feature_gradients(
-                captions, similarities, estimate, weight_ratio, learns_own or self.temperature.learns_logit_scale, hard
+                captions,
+                similarities,
+                estimate,
+                batch_to_estimate,
+                learns_own or self.temperature.learns_logit_scale,
+                hard,
             )
-            gathered, gaps = batch_at_tau.batch, batch_at_tau.log_gap_sums
+            gathered, gaps = stats.batch, stats.log_sum_negatives
             self._last = _Report(
-                gathered.valid, gathered.share, gathered.negatives, batch_at_tau.tau, estimate.alpha, gaps, weight_ratio
+                gathered.valid,
+                gathered.sample_weight,
+                gathered.negatives,
+                stats.tau,
+                estimate.log_normalizer,
+                gaps,
+                batch_to_estimate,
             )
             self._last_steered = steered.detached() if self.reference_dim else None
             given = (batch.image, batch.text) if batch.hard is None else (batch.image, batch.text, batch.hard)
             pairs = list(zip(given, gradients, strict=True))
             if gap is not None:
-                tau_gradient = self._tau_gradient(batch_at_tau, estimate, weight_ratio, gap)
+                tau_gradient = self._tau_gradient(stats, estimate, batch_to_estimate, gap)
                 if learns_own:
-                    self._update_temperatures(batch_at_tau, tau_gradient)
+                    self._update_temperatures(stats, tau_gradient)
                 if self.temperature.learns_logit_scale:
                     mean = gathered.mean(tau_gradient, gathered.local).mean()
                     pairs.append((batch.logit_scale, gathered.world_size * mean * gathered.scale_to_tau))
@@ -163,8 +174,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 self.temperature.solve(captions)
         return {
             "contrastive_loss": mean_with_gradients(values, *pairs),
-            **self._regularizer(batch_at_tau, batch.logit_scale),
-            **self._distillation(batch_at_tau, steered),
+            **self._regularizer(stats, batch.logit_scale),
+            **self._distillation(stats, steered),
         }
 
     def _add_labels(self, batch: LocalBatch, outputs: dict[str, Any]) -> LocalBatch:
@@ -173,7 +184,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         labels = read_labels(outputs.get("positives"), batch)
         return replace(batch, labels=labels, positives_attract=self.equal_captions == POSITIVE)
 
-    def _contrast(self, local: LocalBatch, gather: bool) -> tuple[BatchAtTemperature, Similarities]:
+    def _contrast(self, local: LocalBatch, gather: bool) -> tuple[ContrastStats, Similarities]:
         batch = gather_batch(local, gather)
         if batch.size < 2:
             raise ValueError("a contrastive loss needs at least 2 samples, found 1: increase the batch size")
@@ -181,26 +192,24 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         # A scheme may return a view of its own temperatures, which it updates later in this step.
         similarities = Similarities(batch, tau.clone() if self.temperature.learns_own else tau)
         of_all = None if gather else lambda: self._contrast(local, gather=True)[0]
-        batch_at_tau = BatchAtTemperature(
-            batch, similarities.tau, similarities.log_sums(), self.objective.log_estimate, of_all
-        )
-        return batch_at_tau, similarities
+        stats = ContrastStats(batch, similarities.tau, similarities.log_sums(), self.objective.log_estimate, of_all)
+        return stats, similarities
 
-    def _estimate(self, batch_at_tau: BatchAtTemperature, hard: HardNegatives | None) -> tuple[Estimate, Tensor]:
+    def _estimate(self, stats: ContrastStats, hard: HardNegatives | None) -> tuple[Estimate, Tensor]:
         """Return the estimate of ``α``, and ``exp(−α)(ε+g)`` ``(2, B)``. In training mode, update the normalizer first."""
-        estimate = self.normalizer.step(batch_at_tau) if self.training else self.normalizer.predict(batch_at_tau)
+        estimate = self.normalizer.step(stats) if self.training else self.normalizer.predict(stats)
         # The estimate of a masked sample is arbitrary. Replacing it by 0 keeps all later values finite.
-        estimate = replace(estimate, alpha=estimate.alpha.masked_fill(batch_at_tau.batch.ignored, 0))
+        estimate = replace(estimate, log_normalizer=estimate.log_normalizer.masked_fill(stats.batch.ignored, 0))
         if hard is not None:
-            batch_at_tau, estimate = hard.joined, hard.join(estimate, self.objective.estimand)
-        return estimate, log_math.saturating_exp(batch_at_tau.log_estimate - estimate.alpha)
+            stats, estimate = hard.joined, hard.join(estimate, self.objective.estimand)
+        return estimate, log_math.saturating_exp(stats.log_estimate - estimate.log_normalizer)
 
     def _feature_gradients(
         self,
-        captions: BatchAtTemperature,
+        captions: ContrastStats,
         similarities: Similarities,
         estimate: Estimate,
-        weight_ratio: Tensor,
+        batch_to_estimate: Tensor,
         with_gap: bool,
         hard: HardNegatives | None,
     ) -> tuple[list[Tensor], Tensor | None]:
@@ -212,21 +221,21 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         joined = captions if hard is None else hard.joined
         # The factor 0.5 averages the two sides. DistributedDataParallel later divides by the number of processes.
         half = 0.5 * batch.world_size
-        factor = plain = half * objective.pair_factor(captions.tau) * batch.share
-        if estimate.batch_share:
-            factor = factor * (1 + estimate.batch_share * (1 - weight_ratio))
+        factor = plain = half * objective.pair_factor(captions.tau) * batch.sample_weight
+        if estimate.batch_coefficient:
+            factor = factor * (1 + estimate.batch_coefficient * (1 - batch_to_estimate))
         # Σ_j w_ij over an anchor's negatives [NeuCLIP 4].
         log_divisor = objective.estimand.log_divisor(joined)
-        weight_sum = log_math.saturating_exp(captions.log_gap_sums - estimate.alpha - log_divisor)
+        weight_sum = log_math.saturating_exp(captions.log_sum_negatives - estimate.log_normalizer - log_divisor)
         gradients, mean_similarity = similarities.gradients(captions.log_sums, factor * weight_sum, with_gap)
         parts = [*gradients]
-        in_positive = factor * objective.positive_pair(joined, estimate.alpha, weight_sum)
+        in_positive = factor * objective.positive_pair(joined, estimate.log_normalizer, weight_sum)
         if hard is not None:
-            hard_sum = hard.weight_sums(estimate.alpha, objective.estimand)
+            hard_sum = hard.weight_sums(estimate.log_normalizer, objective.estimand)
             if (
                 estimate.feature_gradient is not None
             ):  # the gradient of α includes that of its terms with hard negatives
-                plain = plain * (2 - weight_ratio)
+                plain = plain * (2 - batch_to_estimate)
             if objective.depends_on_gaps:
                 in_positive = in_positive - plain * hard_sum
             of_images, of_hard = hard.gradients((plain * hard_sum)[0])
@@ -240,45 +249,43 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         else:
             gradients.add_(batch.through_positive(in_positive))
         if estimate.feature_gradient is not None:
-            through_alpha = half * captions.tau * (1 - weight_ratio) * batch.share
+            through_alpha = half * captions.tau * (1 - batch_to_estimate) * batch.sample_weight
             gradients += estimate.feature_gradient(through_alpha[:, batch.local])
         if mean_similarity is None:
             return parts, None
         gap = weight_sum[:, batch.local] * (mean_similarity - batch.positive[..., batch.local])
         return parts, gap if hard is None else gap + hard.gap(hard_sum)
 
-    def _tau_gradient(
-        self, batch_at_tau: BatchAtTemperature, estimate: Estimate, weight_ratio: Tensor, gap: Tensor
-    ) -> Tensor:
+    def _tau_gradient(self, stats: ContrastStats, estimate: Estimate, batch_to_estimate: Tensor, gap: Tensor) -> Tensor:
         """Return the derivative of each local anchor's term with respect to the anchor's temperature, ``(2, B_local)``."""
-        of_anchors = (batch_at_tau.tau, estimate.alpha, weight_ratio, batch_at_tau.batch.positive)
-        tau, alpha, weight_ratio, positive = (values[..., batch_at_tau.batch.local] for values in of_anchors)
-        gradient = self.objective.tau_gradient(tau, alpha, weight_ratio, positive, gap)
+        of_anchors = (stats.tau, estimate.log_normalizer, batch_to_estimate, stats.batch.positive)
+        tau, alpha, batch_to_estimate, positive = (values[..., stats.batch.local] for values in of_anchors)
+        gradient = self.objective.tau_gradient(tau, alpha, batch_to_estimate, positive, gap)
         if estimate.tau_slope is not None:
-            gradient = gradient + tau * (1 - weight_ratio) * estimate.tau_slope
+            gradient = gradient + tau * (1 - batch_to_estimate) * estimate.tau_slope
         return gradient
 
-    def _update_temperatures(self, batch_at_tau: BatchAtTemperature, tau_gradient: Tensor) -> None:
-        rho = self.temperature.rho(batch_at_tau.batch.epoch)
+    def _update_temperatures(self, stats: ContrastStats, tau_gradient: Tensor) -> None:
+        rho = self.temperature.rho(stats.batch.epoch)
         regularizer = 0.0 if rho is None else self.objective.regularizer(rho)
-        self.temperature.update(batch_at_tau, batch_at_tau.batch.gather_local(tau_gradient) + regularizer)
+        self.temperature.update(stats, stats.batch.gather_local(tau_gradient) + regularizer)
 
-    def _regularizer(self, batch_at_tau: BatchAtTemperature, logit_scale: Tensor) -> dict[str, Tensor]:
-        batch = batch_at_tau.batch
+    def _regularizer(self, stats: ContrastStats, logit_scale: Tensor) -> dict[str, Tensor]:
+        batch = stats.batch
         rho = self.temperature.rho(batch.epoch)
         if rho is None:
             return {}
         factor = self.objective.regularizer(rho)
-        values = factor * batch.mean(batch_at_tau.tau)
+        values = factor * batch.mean(stats.tau)
         if not self.temperature.learns_logit_scale:
             return {"temperature_loss": values.mean()}
         return {"temperature_loss": mean_with_gradients(values, (logit_scale, factor * batch.scale_to_tau))}
 
-    def _distillation(self, batch_at_tau: BatchAtTemperature, steered: LocalBatch) -> dict[str, Tensor]:
+    def _distillation(self, stats: ContrastStats, steered: LocalBatch) -> dict[str, Tensor]:
         if not self.distill:
             return {}
         with torch.no_grad():
-            batch, tau = batch_at_tau.batch, batch_at_tau.tau
+            batch, tau = stats.batch, stats.tau
             if self.normalizer.contrasts_locally or not self.steers:
                 batch = gather_batch(steered, gather=True)
             if self.normalizer.contrasts_locally:
@@ -308,8 +315,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         """Return the log-normalizers that the normalizer predicts for these samples. Collective: all ranks call it."""
         with without_autocast(image_features):
             batch = self._batch(image_features, text_features, logit_scale, index)
-            batch_at_tau, _ = self._contrast(self._steered(batch, reference), gather=True)
-            alpha = self.normalizer.predict(batch_at_tau).alpha[:, batch_at_tau.batch.local]
+            stats, _ = self._contrast(self._steered(batch, reference), gather=True)
+            alpha = self.normalizer.predict(stats).log_normalizer[:, stats.batch.local]
         return alpha[0], alpha[1]
 
     @torch.no_grad()
@@ -352,12 +359,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if self._last is None:
             return {}
         last = self._last
-        alpha, tau = last.alpha[:, last.valid], last.tau[:, last.valid]
-        infonce = log_math.log_add(last.log_gap_sums, 1.0)
+        alpha, tau = last.log_normalizer[:, last.valid], last.tau[:, last.valid]
+        infonce = log_math.log_add(last.log_sum_negatives, 1.0)
         metrics = {
-            "infonce": (infonce @ last.share).mean().item(),
+            "infonce": (infonce @ last.sample_weight).mean().item(),
             "chance": last.chance(),
-            "weight_mean": (last.weight_ratio @ last.share).mean().item(),
+            "weight_mean": (last.batch_to_estimate @ last.sample_weight).mean().item(),
         }
         if tau.numel():
             metrics |= {
@@ -395,12 +402,12 @@ class _Report:
     """Values of a step for :meth:`GlobalContrastiveLoss.metrics`. Embeddings are not included, to save memory."""
 
     valid: Tensor
-    share: Tensor
+    sample_weight: Tensor
     negatives: Tensor
     tau: Tensor
-    alpha: Tensor
-    log_gap_sums: Tensor
-    weight_ratio: Tensor
+    log_normalizer: Tensor
+    log_sum_negatives: Tensor
+    batch_to_estimate: Tensor
 
     def chance(self) -> float:
         """Return the mean of ``log(1 + N)`` over valid samples with ``N`` negatives each; 0 if no sample is valid."""

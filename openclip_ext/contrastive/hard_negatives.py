@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import BatchAtTemperature
+from openclip_ext.contrastive.batch import ContrastStats
 from openclip_ext.contrastive.normalizer import Estimate
 from openclip_ext.contrastive.objectives import Estimand
 from openclip_ext.contrastive.similarities import MASKED_SIMILARITY, anchor_chunks
@@ -34,7 +34,7 @@ class HardNegatives:
         joined: The same, with the hard negatives among the negatives of the images.
     """
 
-    def __init__(self, captions: BatchAtTemperature) -> None:
+    def __init__(self, captions: ContrastStats) -> None:
         batch = captions.batch
         assert batch.hard is not None
         self.captions, self._hard = captions, batch.hard
@@ -60,7 +60,7 @@ class HardNegatives:
             log_part = before.log_pairs - after.log_pairs
         else:
             log_part = before.log_negatives - after.log_negatives
-        captions = estimate.alpha + log_part
+        captions = estimate.log_normalizer + log_part
         alpha = torch.stack([torch.logaddexp(captions[0], self._log_terms(estimand)), captions[1]])
         alpha = alpha.masked_fill(after.ignored, 0)
         part = log_math.saturating_exp(captions - alpha)[:, after.local]  # of the captions in exp(α')
@@ -70,7 +70,7 @@ class HardNegatives:
             slope = slope * part - gap / self.captions.tau[:, after.local].square()
         return replace(
             estimate,
-            alpha=alpha,
+            log_normalizer=alpha,
             feature_gradient=None if gradient is None else lambda weights: gradient(weights * part),
             tau_slope=slope,
         )

@@ -1,7 +1,7 @@
 """Adam for the networks inside a loss.
 
 An optimizer of ``torch.optim`` is not a module, so the loss's ``state_dict``, ``.double()`` and ``.to()`` do not cover the
-optimizer's state. Such an optimizer also cannot skip a step without a host-device sync. :class:`InnerAdam` has the same
+optimizer's state. Such an optimizer also cannot skip a step without a host-device sync. :class:`StateAdam` has the same
 formulas, is a module, and skips steps without a sync.
 """
 
@@ -18,7 +18,7 @@ ADAM_EPS = 1e-8
 Objective = Callable[[Callable[..., Tensor]], Tensor]
 
 
-class InnerAdam(nn.Module):
+class StateAdam(nn.Module):
     """``torch.optim.Adam`` with its default β and ε, for a network whose parameters need gradients only in :meth:`step`."""
 
     steps: Tensor

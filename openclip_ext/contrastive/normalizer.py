@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, gather_batch
+from openclip_ext.contrastive.batch import ContrastStats, LocalBatch, gather_batch
 from openclip_ext.contrastive.checks import without_autocast
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Estimand
 from openclip_ext.contrastive.similarities import Similarities
@@ -20,8 +20,8 @@ class Estimate:
     """Estimated log-normalizers of a batch, and their gradient for the encoders.
 
     Attributes:
-        alpha: ``(2, B)`` log-normalizers ``α``.
-        batch_share: Factor λ of the term ``λ·(ε+g)`` of this batch in ``exp(α)``. Gradients flow through this term. 0
+        log_normalizer: ``(2, B)`` log-normalizers ``α``.
+        batch_coefficient: Factor λ of the term ``λ·(ε+g)`` of this batch in ``exp(α)``. Gradients flow through this term. 0
             (default) means no such term.
         feature_gradient: Function for the gradient of the other terms of ``α``. It maps weights ``(2, B_local)`` of this
             process's anchors to ``Σ weight·∇α`` for this process's images and texts, ``(2, B_local, d)``. None (default)
@@ -30,8 +30,8 @@ class Estimate:
             treats ``α`` as constant.
     """
 
-    alpha: Tensor
-    batch_share: float = 0.0
+    log_normalizer: Tensor
+    batch_coefficient: float = 0.0
     feature_gradient: Callable[[Tensor], Tensor] | None = None
     tau_slope: Tensor | None = None
 
@@ -50,7 +50,7 @@ class Normalizer(nn.Module):
         depends_on_epoch: Whether the normalizer has schedules that depend on the epoch.
         differentiable: Whether the estimate can have a gradient with respect to the embeddings.
         contrasts_locally: Whether the encoders' loss compares only each process's own samples. :meth:`step` then updates the
-            state with ``batch_at_tau.of_all_processes()``. A class sets it to True if an option can enable it.
+            state with ``stats.all_gather()``. A class sets it to True if an option can enable it.
     """
 
     estimates: ClassVar[tuple[Estimand, ...] | None]
@@ -59,11 +59,11 @@ class Normalizer(nn.Module):
     differentiable: ClassVar[bool] = False
     contrasts_locally: bool = False
 
-    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+    def step(self, stats: ContrastStats) -> Estimate:
         """Update the state with a training batch, and estimate the batch's log-normalizers."""
-        return self.predict(batch_at_tau)
+        return self.predict(stats)
 
-    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+    def predict(self, stats: ContrastStats) -> Estimate:
         """Estimate a batch's log-normalizers from the stored state, without changing the state."""
         raise NotImplementedError
 
@@ -82,17 +82,17 @@ class MinibatchNormalizer(Normalizer):
 
     estimates = None
 
-    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        return Estimate(batch_at_tau.log_estimate)
+    def predict(self, stats: ContrastStats) -> Estimate:
+        return Estimate(stats.log_estimate)
 
 
 @torch.no_grad()
-def contrast_minibatch(batch: LocalBatch, gather: bool) -> BatchAtTemperature:
+def contrast_minibatch(batch: LocalBatch, gather: bool) -> ContrastStats:
     """Return a batch at the model's temperature, for losses without a normalizer. ``gather``: see :func:`gather_batch`."""
     with without_autocast(batch.image):
         gathered = gather_batch(batch, gather)
         similarities = Similarities(gathered, global_temperatures(gathered))
-        return BatchAtTemperature(gathered, similarities.tau, similarities.log_sums(), NEGATIVES_MEAN.from_batch)
+        return ContrastStats(gathered, similarities.tau, similarities.log_sums(), NEGATIVES_MEAN.from_batch)
 
 
 def minibatch_metrics(batch: LocalBatch) -> dict[str, float]:
@@ -105,6 +105,6 @@ def minibatch_metrics(batch: LocalBatch) -> dict[str, float]:
     metrics = {f"temperature_{name}": temperature for name in ("min", "median", "max")}
     if len(batch.image) < 2:
         return metrics
-    batch_at_tau = contrast_minibatch(batch, gather=False)
-    infonce = batch_at_tau.batch.mean(batch_at_tau.infonce).mean().item()
-    return metrics | {"infonce": infonce, "chance": math.log(max(1, int(batch_at_tau.batch.valid.sum())))}
+    stats = contrast_minibatch(batch, gather=False)
+    infonce = stats.batch.mean(stats.infonce).mean().item()
+    return metrics | {"infonce": infonce, "chance": math.log(max(1, int(stats.batch.valid.sum())))}

@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import BatchAtTemperature
+from openclip_ext.contrastive.batch import ContrastStats
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,22 +30,22 @@ class Estimand:
     """
 
     formula: str
-    from_batch: Callable[[BatchAtTemperature], Tensor]
-    log_divisor: Callable[[BatchAtTemperature], Tensor]
+    from_batch: Callable[[ContrastStats], Tensor]
+    log_divisor: Callable[[ContrastStats], Tensor]
     includes_positive: bool = False
 
 
 # ε + g_i, where g_i is the mean of exp((s_ij − s_ii)/τ) over the negatives [NeuCLIP 9].
 NEGATIVES_MEAN = Estimand(
     "log(ε + g), where g is the mean over the negatives",
-    from_batch=lambda batch_at_tau: batch_at_tau.log_g,
-    log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_negatives,
+    from_batch=lambda stats: stats.log_mean_negatives,
+    log_divisor=lambda stats: stats.batch.log_negatives,
 )
 # The mean of exp((s_ij − s_ii)/τ) over all B pairs of an anchor, including the positive pair.
 PARTITION_MEAN = Estimand(
     "log((1 + (B−1)·g)/B), the log of the mean over all pairs, including the positive pair",
-    from_batch=lambda batch_at_tau: batch_at_tau.infonce - batch_at_tau.batch.log_pairs,
-    log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_pairs,
+    from_batch=lambda stats: stats.infonce - stats.batch.log_pairs,
+    log_divisor=lambda stats: stats.batch.log_pairs,
     includes_positive=True,
 )
 
@@ -54,13 +54,13 @@ class Objective(ABC):
     """The function that a loss minimizes for given log-normalizers.
 
     Tensors have one value per anchor of both sides, ``(2, B)``. Arguments are finite, even for masked samples. Results must
-    also be finite, because masked samples are removed by a weight of 0. ``weight_ratio`` is ``exp(mini-batch estimate − α)``,
-    which is 1 if the mini-batch estimate equals ``α``.
+    also be finite, because masked samples are removed by a weight of 0. ``batch_to_estimate`` is ``exp(mini-batch estimate −
+    α)``, which is 1 if the mini-batch estimate equals ``α``.
 
     Attributes:
         estimand: The quantity that ``α`` estimates. A subclass must declare it.
         regularized: Whether the objective has a regularizer with the weight ``ρ``.
-        differentiates_alpha: Whether the derivative with respect to ``α`` is ``τ(1 − weight_ratio)``. Only then can a
+        differentiates_alpha: Whether the derivative with respect to ``α`` is ``τ(1 − batch_to_estimate)``. Only then can a
             normalizer pass the gradient of ``α`` to the encoders.
         depends_on_gaps: Whether the objective depends on similarities only through ``s_ij − s_ii``. If not, a subclass
             declares :meth:`positive_pair`.
@@ -73,15 +73,15 @@ class Objective(ABC):
     differentiates_alpha: ClassVar[bool] = False
     eps: float = 0.0
 
-    def log_estimate(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+    def log_estimate(self, stats: ContrastStats) -> Tensor:
         """Return the mini-batch estimate of ``α``, ``(2, B)``."""
-        return log_math.log_add(self.estimand.from_batch(batch_at_tau), self.eps)
+        return log_math.log_add(self.estimand.from_batch(stats), self.eps)
 
     def pair_factor(self, tau: Tensor) -> Tensor | float:
         """Return the factor of ``w_ij`` in the derivative with respect to ``s_ij``: a number, or ``(2, B)``."""
         return 1.0
 
-    def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
+    def positive_pair(self, stats: ContrastStats, alpha: Tensor, weight_sum: Tensor) -> Tensor:
         """Return the derivative with respect to ``s_ii``, divided by :meth:`pair_factor`: ``(2, B)``.
 
         ``weight_sum`` is ``Σ_j w_ij``. The default is correct if :attr:`depends_on_gaps`.
@@ -89,16 +89,18 @@ class Objective(ABC):
         return -weight_sum
 
     @abstractmethod
-    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+    def value(self, stats: ContrastStats, alpha: Tensor, batch_to_estimate: Tensor) -> Tensor:
         """Return the objective's term of each anchor, ``(2, B)``, without the regularizer."""
 
     @abstractmethod
-    def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
+    def tau_gradient(
+        self, tau: Tensor, alpha: Tensor, batch_to_estimate: Tensor, positive: Tensor, gap: Tensor
+    ) -> Tensor:
         """Return the derivative with respect to ``τ_i``, without the regularizer: ``(2, B_local)``.
 
         Args:
-            tau, alpha, weight_ratio: temperature, estimated log-normalizer and the class's ``weight_ratio`` of each local
-                anchor, ``(2, B_local)``.
+            tau, alpha, batch_to_estimate: temperature, estimated log-normalizer, and ratio as above, of each local anchor,
+                ``(2, B_local)``.
             positive: similarity ``s_ii`` of the positive pair, ``(B_local,)`` or ``(2, B_local)``.
             gap: weighted sum ``Σ_j w_ij (s_ij − s_ii)`` over the negatives, ``(2, B_local)``.
         """
@@ -121,10 +123,12 @@ class FastCLIPObjective(Objective):
     def __init__(self, *, eps: float) -> None:
         self.eps = eps
 
-    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return batch_at_tau.tau * (weight_ratio + alpha)
+    def value(self, stats: ContrastStats, alpha: Tensor, batch_to_estimate: Tensor) -> Tensor:
+        return stats.tau * (batch_to_estimate + alpha)
 
-    def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
+    def tau_gradient(
+        self, tau: Tensor, alpha: Tensor, batch_to_estimate: Tensor, positive: Tensor, gap: Tensor
+    ) -> Tensor:
         return alpha + 1 - gap / tau
 
     def regularizer(self, rho: float | Tensor) -> float | Tensor:
@@ -137,8 +141,10 @@ class NeuCLIPObjective(FastCLIPObjective):
     The dependence of α on τ would add ``τ(1 − exp(−α)(ε+g))·∂α/∂τ`` (see ``Estimate.tau_slope``).
     """
 
-    def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
-        return alpha + weight_ratio - gap / tau
+    def tau_gradient(
+        self, tau: Tensor, alpha: Tensor, batch_to_estimate: Tensor, positive: Tensor, gap: Tensor
+    ) -> Tensor:
+        return alpha + batch_to_estimate - gap / tau
 
 
 class Unscaled(Objective):
@@ -147,5 +153,7 @@ class Unscaled(Objective):
     def pair_factor(self, tau: Tensor) -> Tensor:
         return tau.reciprocal()
 
-    def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
+    def tau_gradient(
+        self, tau: Tensor, alpha: Tensor, batch_to_estimate: Tensor, positive: Tensor, gap: Tensor
+    ) -> Tensor:
         return -gap / tau.square()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
+from openclip_ext.contrastive.batch import ContrastStats, GatheredBatch
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue
 from openclip_ext.contrastive.similarities import MASKED_SIMILARITY
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds, global_temperatures, log_inverse
@@ -91,9 +91,9 @@ class SolvedTemperature(TemperatureScheme):
     def keep_labels(self) -> None:
         self.queue.keep_labels()
 
-    def solve(self, batch_at_tau: BatchAtTemperature) -> None:
+    def solve(self, stats: ContrastStats) -> None:
         """Move ``log τ`` towards the solution for this batch, then push the batch into the queue."""
-        batch = batch_at_tau.batch
+        batch = stats.batch
         log_tau = torch.where(self.log_tau.isnan(), -batch.logit_scale.log(), self.log_tau)
         # Reading ``steps`` would need a sync. There are never more steps than calls, so this check of ``call`` is enough.
         if isinstance(batch.call, Tensor) or batch.call >= _WARMUP_STEPS:

@@ -106,12 +106,12 @@ def distill(
             own, taught = cosines(features, side, anchors), cosines(reference, side, anchors) / reference_tau
             log_p = own / tau[side, anchors, None] - log_sum[side, anchors, None]
             target = (taught - log_sum_reference[side, anchors, None]).exp_()
-            share = batch.share[anchors, None]
+            share = batch.sample_weight[anchors, None]
             values[side] -= (share * target * log_p).sum()
             as_anchor = share * (log_p.exp_() - target)
             scale_gradient += 0.5 * (as_anchor * own).sum()
             as_other = (own / tau[other] - log_sum[other]).exp_() - (taught - log_sum_reference[other]).exp_()
-            weights = as_anchor / tau[side, anchors, None] + batch.share * as_other / tau[other]
+            weights = as_anchor / tau[side, anchors, None] + batch.sample_weight * as_other / tau[other]
             gradients[side, here] = 0.5 * batch.world_size * weights @ features[other]
     if batch.world_size > 1:
         values = batch.gather_local(values[:, None]).sum(dim=1)

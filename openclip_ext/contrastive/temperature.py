@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.cli.options import OptionError
-from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
+from openclip_ext.contrastive.batch import ContrastStats, GatheredBatch
 from openclip_ext.contrastive.host_number import choose
 
 # With GlobalTemperature's slow_when_small, temperatures up to _SLOW_BELOW have _SLOW_FACTOR of the learning rate.
@@ -51,10 +51,10 @@ class TemperatureScheme(nn.Module):
         """Return the anchors' temperatures of this step, before any update: ``(2, B)``."""
         raise NotImplementedError
 
-    def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
+    def update(self, stats: ContrastStats, gradient: Tensor) -> None:
         """Update own temperatures. ``gradient`` ``(2, B)`` is the derivative of the regularized objective for each anchor."""
 
-    def solve(self, batch_at_tau: BatchAtTemperature) -> None:
+    def solve(self, stats: ContrastStats) -> None:
         """Compute the next step's temperatures from all processes' embeddings of a training step."""
 
     def keep_labels(self) -> None:

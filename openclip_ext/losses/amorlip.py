@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
+from openclip_ext.contrastive.batch import ContrastStats, GatheredBatch
 from openclip_ext.contrastive.host_number import HostNumber
-from openclip_ext.contrastive.inner_optimizers import InnerAdam
+from openclip_ext.contrastive.inner_optimizers import StateAdam
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, PARTITION_MEAN, Estimand, Objective
 from openclip_ext.contrastive.seeding import generator
@@ -122,7 +122,7 @@ class MlpNormalizer(Normalizer):
         self.online = TwoSidedMlp(embed_dim, width_factor)
         self.target = TwoSidedMlp(embed_dim, width_factor).requires_grad_(False)
         self.previous = TwoSidedMlp(embed_dim, width_factor).requires_grad_(False)
-        self.adam = InnerAdam(self.online)
+        self.adam = StateAdam(self.online)
         self._epoch_step = HostNumber()
         self._initialize(0)
         self.previous.load_state_dict(self.target.state_dict())
@@ -149,37 +149,37 @@ class MlpNormalizer(Normalizer):
         self.adam.reset()
         self.target.load_state_dict(self.online.state_dict())
 
-    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+    def step(self, stats: ContrastStats) -> Estimate:
         """Fit the online network to the global batch and update the target network, each if it is due; then predict."""
-        step, batch = self._epoch_step.get(), batch_at_tau.batch
+        step, batch = self._epoch_step.get(), stats.batch
         fits, averages = step % self.fit_every == 0, step % self.target_every == 0
         # In a compiled graph, both conditions are tensors. The graph computes a fit in every step, but applies only a due fit.
         if not isinstance(fits, bool):
-            self._fit(batch_at_tau.of_all_processes(), fits)
+            self._fit(stats.all_gather(), fits)
             self._average_target(_on_all_processes(batch) & averages)
         else:
             if fits:
-                self._fit(batch_at_tau.of_all_processes())
+                self._fit(stats.all_gather())
             if averages:
                 self._average_target(_on_all_processes(batch))
         self._epoch_step.add(1)
-        return self.predict(batch_at_tau)
+        return self.predict(stats)
 
-    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        return Estimate(self.target(batch_at_tau.batch.features) - batch_at_tau.positive_exponent)
+    def predict(self, stats: ContrastStats) -> Estimate:
+        return Estimate(self.target(stats.batch.features) - stats.positive_exponent)
 
-    def _log_batch_partition(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+    def _log_batch_partition(self, stats: ContrastStats) -> Tensor:
         """Return ``log Z`` of the mini-batch, ``(2, B)``."""
-        return batch_at_tau.log_estimate + batch_at_tau.positive_exponent
+        return stats.log_estimate + stats.positive_exponent
 
-    def _fit(self, batch_at_tau: BatchAtTemperature, due: Tensor | bool = True) -> None:
-        batch = batch_at_tau.batch  # of all processes, because one process's own batch may be unusable
-        log_batch = self._log_batch_partition(batch_at_tau)
+    def _fit(self, stats: ContrastStats, due: Tensor | bool = True) -> None:
+        batch = stats.batch  # of all processes, because one process's own batch may be unusable
+        log_batch = self._log_batch_partition(stats)
         log_target = log_math.log_mix(log_batch, self.previous(batch.features), self.beta(batch.epoch))
 
         def objective(anchors: slice, online: Callable[[Tensor], Tensor]) -> Tensor:
             log_lambda = online(batch.features[:, anchors])
-            others = (values[:, anchors] for values in (log_target, log_batch, batch_at_tau.tau))
+            others = (values[:, anchors] for values in (log_target, log_batch, stats.tau))
             values = amortization_objective(self.objective, log_lambda, *others, l2_log_weight=self.l2_log_weight)
             return batch.mean(values, anchors).sum()
 
@@ -244,14 +244,16 @@ class PartitionObjective(Objective):
     regularized = True
     depends_on_gaps = False
 
-    def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
-        return log_math.saturating_exp(-alpha) / batch_at_tau.batch.pairs - 1
+    def positive_pair(self, stats: ContrastStats, alpha: Tensor, weight_sum: Tensor) -> Tensor:
+        return log_math.saturating_exp(-alpha) / stats.batch.pairs - 1
 
-    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return batch_at_tau.tau * weight_ratio - batch_at_tau.batch.positive
+    def value(self, stats: ContrastStats, alpha: Tensor, batch_to_estimate: Tensor) -> Tensor:
+        return stats.tau * batch_to_estimate - stats.batch.positive
 
-    def tau_gradient(self, tau: Tensor, alpha: Tensor, weight_ratio: Tensor, positive: Tensor, gap: Tensor) -> Tensor:
-        return (positive * (1 - weight_ratio) - gap) / tau
+    def tau_gradient(
+        self, tau: Tensor, alpha: Tensor, batch_to_estimate: Tensor, positive: Tensor, gap: Tensor
+    ) -> Tensor:
+        return (positive * (1 - batch_to_estimate) - gap) / tau
 
     def regularizer(self, rho: float | Tensor) -> float | Tensor:
         return 0.5 * rho
@@ -268,13 +270,13 @@ class PartitionNormalizer(MlpNormalizer):
         self.negatives_only = negatives_only
         self.contrasts_locally = not gather_stage2
 
-    def _log_batch_partition(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+    def _log_batch_partition(self, stats: ContrastStats) -> Tensor:
         if not self.negatives_only:
-            return super()._log_batch_partition(batch_at_tau)
-        return batch_at_tau.log_sums - batch_at_tau.batch.log_pairs
+            return super()._log_batch_partition(stats)
+        return stats.log_sums - stats.batch.log_pairs
 
-    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        alpha = super().predict(batch_at_tau).alpha
+    def predict(self, stats: ContrastStats) -> Estimate:
+        alpha = super().predict(stats).log_normalizer
         if not self.negatives_only:
             return Estimate(alpha)
-        return Estimate(torch.logaddexp(alpha, -batch_at_tau.batch.log_pairs))
+        return Estimate(torch.logaddexp(alpha, -stats.batch.log_pairs))

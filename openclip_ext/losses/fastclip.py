@@ -27,7 +27,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import BatchAtTemperature
+from openclip_ext.contrastive.batch import ContrastStats
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN, Estimand, Unscaled
 from openclip_ext.state.sharded_table import ShardedTable, group_log_mean
@@ -48,22 +48,22 @@ class SampleAverages(Normalizer):
         super().__init__()
         self.table = ShardedTable(2, num_samples)
 
-    def averaged(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+    def averaged(self, stats: ContrastStats) -> Tensor:
         """Return the new ``log u`` ``(2, B)``, computed from the stored ``log u`` and the mini-batch estimate."""
         raise NotImplementedError
 
-    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
-        averaged = group_log_mean(index, self.averaged(batch_at_tau), batch.valid)
+    def step(self, stats: ContrastStats) -> Estimate:
+        batch, index = stats.batch, stats.batch.sample_index()
+        averaged = group_log_mean(index, self.averaged(stats), batch.valid)
         self.table.write(index, averaged, batch.valid)
         return Estimate(averaged)
 
-    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        return Estimate(self.stored(batch_at_tau))
+    def predict(self, stats: ContrastStats) -> Estimate:
+        return Estimate(self.stored(stats))
 
-    def stored(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+    def stored(self, stats: ContrastStats) -> Tensor:
         """Return the stored ``log u`` ``(2, B)``; for samples without a stored value, the mini-batch estimate."""
-        return self.table.read(batch_at_tau.batch.sample_index(), missing=batch_at_tau.log_estimate)
+        return self.table.read(stats.batch.sample_index(), missing=stats.log_estimate)
 
 
 class MovingAverageNormalizer(SampleAverages):
@@ -83,10 +83,8 @@ class MovingAverageNormalizer(SampleAverages):
             return self.final_gamma
         return log_math.cosine_decay(1.0, self.final_gamma, epoch, self.decay_epochs)
 
-    def averaged(self, batch_at_tau: BatchAtTemperature) -> Tensor:
-        return log_math.log_mix(
-            self.stored(batch_at_tau), batch_at_tau.log_estimate, self.gamma(batch_at_tau.batch.epoch)
-        )
+    def averaged(self, stats: ContrastStats) -> Tensor:
+        return log_math.log_mix(self.stored(stats), stats.log_estimate, self.gamma(stats.batch.epoch))
 
     def metrics(self, epoch: int) -> dict[str, float]:
         return {"gamma": float(self.gamma(epoch))}
@@ -100,5 +98,5 @@ class Ratio(Unscaled):
     def __init__(self, *, eps: float) -> None:
         self.eps = eps
 
-    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return log_math.saturating_exp(batch_at_tau.log_g - alpha)
+    def value(self, stats: ContrastStats, alpha: Tensor, batch_to_estimate: Tensor) -> Tensor:
+        return log_math.saturating_exp(stats.log_mean_negatives - alpha)

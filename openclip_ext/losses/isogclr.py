@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.cli.options import OptionError
-from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
+from openclip_ext.contrastive.batch import ContrastStats, GatheredBatch
 from openclip_ext.contrastive.host_number import choose
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
 from openclip_ext.state.sharded_table import ShardedTable, group_mean
@@ -75,8 +75,8 @@ class PerSampleTemperature(TemperatureScheme):
         stored = self.table.read(batch.sample_index(), _TEMPERATURES)
         return torch.where(batch.valid & ~torch.isnan(stored), stored, self.start)
 
-    def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
-        batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
+    def update(self, stats: ContrastStats, gradient: Tensor) -> None:
+        batch, index = stats.batch, stats.batch.sample_index()
         gradient = group_mean(index, gradient, batch.valid).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
         mean, square = self.table.read(index, _ALL).nan_to_num(nan=0.0)[2:].split(2)
         betas = (choose(batch.epoch > 0, beta, 0.0) for beta in _BETAS)
@@ -86,5 +86,5 @@ class PerSampleTemperature(TemperatureScheme):
         square = square.lerp(gradient.square(), 1 - beta2)
         corrected = mean / (1 - beta1 ** (batch.epoch + 1))
         size = (square / (1 - beta2 ** (batch.epoch + 1))).sqrt() + _EPS
-        tau = (batch_at_tau.tau - self.lr * corrected / size).clamp(*self.bounds)
+        tau = (stats.tau - self.lr * corrected / size).clamp(*self.bounds)
         self.table.write(index, torch.cat([tau, mean, square]), batch.valid)

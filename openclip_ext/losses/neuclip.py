@@ -37,7 +37,7 @@ from torch import Tensor
 from openclip_ext import compat
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import BatchAtTemperature
+from openclip_ext.contrastive.batch import ContrastStats
 from openclip_ext.contrastive.checks import can_read_values
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
@@ -55,15 +55,15 @@ class PrototypeEstimate:
     ``Ŵ_j`` is a unit prototype, and ``p_ij`` is its share in the sum ``exp(α_i)``.
 
     Attributes:
-        batch_at_tau: The batch that contains the anchors.
-        alpha: ``α``, ``(2, B_local)``.
-        share: ``Σ_j p_ij``, ``(2, B_local)``. This is 1 minus the share of ε.
+        stats: The batch that contains the anchors.
+        log_normalizer: ``α``, ``(2, B_local)``.
+        prototype_mass: ``Σ_j p_ij``, ``(2, B_local)``. This is 1 minus the share of ε.
         pull: ``Σ_j p_ij·Ŵ_j``, ``(2, B_local, d)``, or None if no gradient is needed.
     """
 
-    batch_at_tau: BatchAtTemperature
-    alpha: Tensor
-    share: Tensor
+    stats: ContrastStats
+    log_normalizer: Tensor
+    prototype_mass: Tensor
     pull: Tensor | None
 
     def feature_gradient(self, weights: Tensor) -> Tensor:
@@ -73,22 +73,22 @@ class PrototypeEstimate:
         ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
         """
         assert self.pull is not None, "the estimate was made without its gradient"
-        batch = self.batch_at_tau.batch
-        scaled = weights / self.batch_at_tau.tau[:, batch.local]
-        return scaled[:, :, None] * self.pull - batch.through_positive(scaled * self.share)
+        batch = self.stats.batch
+        scaled = weights / self.stats.tau[:, batch.local]
+        return scaled[:, :, None] * self.pull - batch.through_positive(scaled * self.prototype_mass)
 
     def tau_slope(self) -> Tensor:
         """Return ``∂α_k,i/∂τ = −(1/τ²)·Σ_j p_ij (e_i·Ŵ_j − s_ii)`` of this process's anchors, ``(2, B_local)``."""
         assert self.pull is not None, "the estimate was made without its gradient"
-        batch = self.batch_at_tau.batch
+        batch = self.stats.batch
         cosine = torch.linalg.vecdot(batch.features[:, batch.local], self.pull)
-        gap = cosine - self.share * batch.positive[..., batch.local]
-        return -gap / self.batch_at_tau.tau[:, batch.local].square()
+        gap = cosine - self.prototype_mass * batch.positive[..., batch.local]
+        return -gap / self.stats.tau[:, batch.local].square()
 
 
 def estimate_from_prototypes(
     directions: Tensor,
-    batch_at_tau: BatchAtTemperature,
+    stats: ContrastStats,
     eps: float,
     with_gradient: bool,
     multiplicity: Tensor | None = None,
@@ -98,16 +98,16 @@ def estimate_from_prototypes(
 
     Args:
         directions: ``(2, m, d)`` unit prototypes.
-        batch_at_tau: The batch that contains the anchors.
+        stats: The batch that contains the anchors.
         eps: The constant ε.
         with_gradient: Whether the gradient with respect to the embeddings is needed.
         multiplicity: Weight of each prototype in the mean, ``(m,)``. None (default) means 1.
         excluded: Function of a slice of ``b`` anchors that returns which prototypes each excludes, ``(b, m)`` bool. Needs
             ``multiplicity``. None (default) excludes no prototype.
     """
-    batch, tau = batch_at_tau.batch, batch_at_tau.tau
+    batch, tau = stats.batch, stats.tau
     alpha = torch.empty_like(tau[:, batch.local], memory_format=torch.contiguous_format)
-    share = torch.empty_like(alpha)
+    mass = torch.empty_like(alpha)
     pull = torch.empty_like(batch.features[:, batch.local]) if with_gradient else None
     log_multiplicity = None if multiplicity is None else multiplicity.to(tau.dtype).log()
     for anchors in anchor_chunks(batch.local, 2 * directions.shape[1]):
@@ -122,18 +122,18 @@ def estimate_from_prototypes(
             terms.masked_fill_(left_out, torch.finfo(terms.dtype).min / 4)  # not −∞, because an anchor may exclude all
             number = (multiplicity * ~left_out).sum(dim=1).clamp(min=1)
         terms, scale, log_sum = log_math.softmax_terms(terms, dim=2)
-        log_mean = log_sum - _log_offset(batch_at_tau, number, anchors)
+        log_mean = log_sum - _log_offset(stats, number, anchors)
         alpha[:, here] = log_math.log_add(log_mean, eps)
-        share[:, here] = (log_mean - alpha[:, here]).exp_()
+        mass[:, here] = (log_mean - alpha[:, here]).exp_()
         if pull is not None:
-            factor = share[:, here] if scale is None else share[:, here] * scale
+            factor = mass[:, here] if scale is None else mass[:, here] * scale
             torch.mul(terms @ directions, factor[:, :, None], out=pull[:, here])
-    return PrototypeEstimate(batch_at_tau, alpha, share, pull)
+    return PrototypeEstimate(stats, alpha, mass, pull)
 
 
-def _log_offset(batch_at_tau: BatchAtTemperature, prototypes: int | Tensor, anchors: slice = slice(None)) -> Tensor:
+def _log_offset(stats: ContrastStats, prototypes: int | Tensor, anchors: slice = slice(None)) -> Tensor:
     """Return ``logsumexp_j e_i·Ŵ_j/τ_i`` minus the log of the mean of ``exp((e_i·Ŵ_j − s_ii)/τ_i)``, ``(2, b)``."""
-    exponent = batch_at_tau.positive_exponent[:, anchors]
+    exponent = stats.positive_exponent[:, anchors]
     if isinstance(prototypes, Tensor):
         return exponent + prototypes.to(exponent.dtype).log()
     return exponent + math.log(prototypes)
@@ -200,27 +200,23 @@ class PrototypeNormalizer(Normalizer):
         # Whether the last step predicted with the fitted prototypes. False (only with verify_fit) means with the queue.
         self.register_buffer("uses_fit", torch.tensor(True), persistent=self.verify_fit)
 
-    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        ok = batch_at_tau.batch.ok
+    def step(self, stats: ContrastStats) -> Estimate:
+        ok = stats.batch.ok
         if self.verify_fit:
-            self.uses_fit.copy_(
-                torch.where(ok, self._fit_is_better(batch_at_tau) & ~self._is_restart_due(), self.uses_fit)
-            )
-        self.queue.push(batch_at_tau.batch)
+            self.uses_fit.copy_(torch.where(ok, self._fit_is_better(stats) & ~self._is_restart_due(), self.uses_fit))
+        self.queue.push(stats.batch)
         self._restart_if_due(ok)
-        before = (
-            self._estimate(self._used_prototypes(), batch_at_tau, self.alpha_gradient) if self.simultaneous else None
-        )
+        before = self._estimate(self._used_prototypes(), stats, self.alpha_gradient) if self.simultaneous else None
         if self.updates:
-            self.fit(batch_at_tau)
+            self.fit(stats)
         self.steps += ok
-        return before or self._estimate(self._used_prototypes(), batch_at_tau, self.alpha_gradient)
+        return before or self._estimate(self._used_prototypes(), stats, self.alpha_gradient)
 
-    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+    def predict(self, stats: ContrastStats) -> Estimate:
         """Predict with the last step's prototypes. Before the first step, use this batch's embeddings as prototypes."""
-        fresh = repeated_batch(batch_at_tau.batch, self.queue.capacity)
+        fresh = repeated_batch(stats.batch, self.queue.capacity)
         prototypes = torch.where(self.steps > 0, self._used_prototypes(), fresh)
-        return self._estimate(prototypes, batch_at_tau, self.alpha_gradient)
+        return self._estimate(prototypes, stats, self.alpha_gradient)
 
     def metrics(self, epoch: int) -> dict[str, float]:
         """With ``verify_fit``, return whether the last step used the fitted prototypes. Synchronizes with the device."""
@@ -231,7 +227,7 @@ class PrototypeNormalizer(Normalizer):
             return self.prototypes
         return torch.where(self.uses_fit, self.prototypes, self.queue.repeated())
 
-    def _fit_is_better(self, batch_at_tau: BatchAtTemperature) -> Tensor:
+    def _fit_is_better(self, stats: ContrastStats) -> Tensor:
         """Return whether the prototypes predict a new batch better than the queue does: 0-d bool.
 
         Neither predictor has used this batch yet. A predictor's score is ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)`` [12]. The
@@ -239,9 +235,9 @@ class PrototypeNormalizer(Normalizer):
         """
         excess = []
         for prototypes in (self.prototypes, self.queue.repeated()):
-            alpha = self._estimate(prototypes, batch_at_tau, with_gradient=False).alpha
-            excess.append(log_math.saturating_exp(batch_at_tau.log_estimate - alpha) + alpha)
-        return torch.where(batch_at_tau.batch.valid, batch_at_tau.tau * (excess[0] - excess[1]), 0).sum() < 0
+            alpha = self._estimate(prototypes, stats, with_gradient=False).log_normalizer
+            excess.append(log_math.saturating_exp(stats.log_estimate - alpha) + alpha)
+        return torch.where(stats.batch.valid, stats.tau * (excess[0] - excess[1]), 0).sum() < 0
 
     def _is_restart_due(self) -> Tensor:
         return self.steps == 0 if self.restart_every is None else self.steps % self.restart_every == 0
@@ -255,15 +251,15 @@ class PrototypeNormalizer(Normalizer):
         if self.reset:
             self.accumulator.masked_fill_(due, 0)
 
-    def fit(self, batch_at_tau: BatchAtTemperature) -> None:
-        fit = _Fit(batch_at_tau, self)
+    def fit(self, stats: ContrastStats) -> None:
+        fit = _Fit(stats, self)
         for _ in range(self.updates):
             fit.update()
 
-    def _estimate(self, prototypes: Tensor, batch_at_tau: BatchAtTemperature, with_gradient: bool) -> Estimate:
+    def _estimate(self, prototypes: Tensor, stats: ContrastStats, with_gradient: bool) -> Estimate:
         directions = normalize_blocks(prototypes, self.blocks)
-        estimate = estimate_from_prototypes(directions, batch_at_tau, self.eps, with_gradient)
-        alpha = batch_at_tau.batch.gather_local(estimate.alpha)
+        estimate = estimate_from_prototypes(directions, stats, self.eps, with_gradient)
+        alpha = stats.batch.gather_local(estimate.log_normalizer)
         if not with_gradient:
             return Estimate(alpha)
         slope = estimate.tau_slope() if self.alpha_tau_gradient else None
@@ -293,19 +289,19 @@ class _Fit:
     (e_i − cos_ij·Ŵ_j)/‖W_j‖``. Here, ``α_i`` includes :func:`_log_offset`, so without ε, ``α_i = logsumexp_j e_i·Ŵ_j/τ_i``.
     """
 
-    def __init__(self, batch_at_tau: BatchAtTemperature, normalizer: "PrototypeNormalizer") -> None:
-        batch, tau = batch_at_tau.batch, batch_at_tau.tau
+    def __init__(self, stats: ContrastStats, normalizer: "PrototypeNormalizer") -> None:
+        batch, tau = stats.batch, stats.tau
         self.normalizer = normalizer
         self.prototypes = normalizer.prototypes
         self.is_unified = normalizer.objective == "unified"
         number = self.prototypes.shape[1]
-        offset = _log_offset(batch_at_tau, number)
+        offset = _log_offset(stats, number)
         self.scaled = batch.features / tau[:, :, None]
         self.log_eps = offset + (math.log(normalizer.eps) if normalizer.eps else -math.inf)
-        self.log_estimate = batch_at_tau.log_estimate + offset
+        self.log_estimate = stats.log_estimate + offset
         # Constant factors of the derivative: the anchor's weight in the mean, and τ if the objective is [12].
         factor = tau if self.is_unified else 1.0
-        self.factors = (factor * batch.share).expand(2, -1)[:, :, None] * self.scaled
+        self.factors = (factor * batch.sample_weight).expand(2, -1)[:, :, None] * self.scaled
         self.chunks = list(anchor_chunks(slice(0, batch.size), 2 * number))
         # Every update reuses these buffers, because on a CPU, allocating memory takes as long as a pass over the memory.
         self.directions, self.gradient = self.prototypes.new_empty((2, *self.prototypes.shape))

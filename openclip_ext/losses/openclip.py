@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch
+from openclip_ext.contrastive.batch import ContrastStats, LocalBatch
 from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, read_labels
 from openclip_ext.contrastive.loss import HARD_NEGATIVES, ContrastiveLoss
 from openclip_ext.contrastive.normalizer import contrast_minibatch, minibatch_metrics
@@ -146,8 +146,8 @@ class OpenClipLoss(ContrastiveLoss):
     ) -> tuple[Tensor, Tensor]:
         """Return the mini-batch estimate ``log g``, which this loss uses implicitly as the log-normalizer."""
         batch = self._batch(image_features, text_features, logit_scale, None)
-        batch_at_tau = contrast_minibatch(batch, gather=True)
-        log_g = batch_at_tau.log_g[:, batch_at_tau.batch.local]
+        stats = contrast_minibatch(batch, gather=True)
+        log_g = stats.log_mean_negatives[:, stats.batch.local]
         return log_g[0], log_g[1]
 
 
@@ -156,8 +156,8 @@ class InfoNce(Unscaled):
 
     estimand = PARTITION_MEAN
 
-    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return alpha + torch.log1p(batch_at_tau.batch.negatives)
+    def value(self, stats: ContrastStats, alpha: Tensor, batch_to_estimate: Tensor) -> Tensor:
+        return alpha + torch.log1p(stats.batch.negatives)
 
 
 class SiglipLoss(ContrastiveLoss):

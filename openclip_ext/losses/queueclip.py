@@ -25,7 +25,7 @@ from torch import Tensor
 
 from openclip_ext.cli.options import OptionError
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import BatchAtTemperature
+from openclip_ext.contrastive.batch import ContrastStats
 from openclip_ext.contrastive.embedding_queue import EmbeddingQueue, repeated_batch
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import NEGATIVES_MEAN
@@ -67,39 +67,37 @@ class QueueNormalizer(Normalizer):
     def keep_labels(self) -> None:
         self.queue.keep_labels()
 
-    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        excluded = self.queue.excluded(batch_at_tau.batch, self.leave_own_out)
-        self.queue.push(batch_at_tau.batch)
-        return self._estimate(self.queue.rows, self.queue.multiplicity(), batch_at_tau, excluded)
+    def step(self, stats: ContrastStats) -> Estimate:
+        excluded = self.queue.excluded(stats.batch, self.leave_own_out)
+        self.queue.push(stats.batch)
+        return self._estimate(self.queue.rows, self.queue.multiplicity(), stats, excluded)
 
-    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
+    def predict(self, stats: ContrastStats) -> Estimate:
         """Estimate log-normalizers from the stored queue and this batch. An empty queue is replaced by this batch.
 
         All samples of the queue count, also those with a label of the anchor.
         """
         empty = self.queue.filled == 0
-        rows = torch.where(empty, repeated_batch(batch_at_tau.batch, self.queue.capacity), self.queue.rows)
-        return self._estimate(rows, torch.where(empty, 1, self.queue.multiplicity()), batch_at_tau)
+        rows = torch.where(empty, repeated_batch(stats.batch, self.queue.capacity), self.queue.rows)
+        return self._estimate(rows, torch.where(empty, 1, self.queue.multiplicity()), stats)
 
     def _estimate(
         self,
         rows: Tensor,
         multiplicity: Tensor,
-        batch_at_tau: BatchAtTemperature,
+        stats: ContrastStats,
         excluded: Callable[[slice], Tensor] | None = None,
     ) -> Estimate:
-        batch = batch_at_tau.batch
+        batch = stats.batch
         directions = normalize_blocks(rows, self.blocks)
-        queue = estimate_from_prototypes(
-            directions, batch_at_tau, self.eps, self.alpha_gradient, multiplicity, excluded
-        )
-        queue_alpha = batch.gather_local(queue.alpha)
-        alpha = log_math.log_mix(queue_alpha, batch_at_tau.log_estimate, self.batch_weight)
+        queue = estimate_from_prototypes(directions, stats, self.eps, self.alpha_gradient, multiplicity, excluded)
+        queue_alpha = batch.gather_local(queue.log_normalizer)
+        alpha = log_math.log_mix(queue_alpha, stats.log_estimate, self.batch_weight)
         if not self.alpha_gradient:
             return Estimate(alpha)
         queue_share = (1 - self.batch_weight) * log_math.saturating_exp(queue_alpha - alpha)[:, batch.local]
         return Estimate(
             alpha,
-            batch_share=self.batch_weight,
+            batch_coefficient=self.batch_weight,
             feature_gradient=lambda weights: queue.feature_gradient(weights * queue_share),
         )

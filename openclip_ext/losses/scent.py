@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from openclip_ext.contrastive.batch import BatchAtTemperature
+from openclip_ext.contrastive.batch import ContrastStats
 from openclip_ext.losses.fastclip import SampleAverages
 
 _QUANTILES = (0.05, 0.5, 0.95)
@@ -34,12 +34,12 @@ class ScentNormalizer(SampleAverages):
         # Logits of the last step's γ, and a mask of the valid samples. Only logs use them, so they are not saved.
         self._last: tuple[Tensor, Tensor] | None = None
 
-    def averaged(self, batch_at_tau: BatchAtTemperature) -> Tensor:
-        log_u = self.stored(batch_at_tau)
+    def averaged(self, stats: ContrastStats) -> Tensor:
+        log_u = self.stored(stats)
         logit = log_u + self.kappa
-        self._last = logit, batch_at_tau.batch.valid
+        self._last = logit, stats.batch.valid
         # This uses log γ and log(1−γ), because γ and 1−γ may round to 0.
-        return torch.logaddexp(logsigmoid(-logit) + log_u, logsigmoid(logit) + batch_at_tau.log_estimate)
+        return torch.logaddexp(logsigmoid(-logit) + log_u, logsigmoid(logit) + stats.log_estimate)
 
     def metrics(self, epoch: int) -> dict[str, float]:
         """Return quantiles of γ in the last step. For a new sample, γ uses the first u. Synchronizes with the device."""

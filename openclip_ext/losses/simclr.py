@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openclip_ext import distributed
-from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch, all_finite
+from openclip_ext.contrastive.batch import ContrastStats, LocalBatch, all_finite
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.normalizer import Normalizer
 from openclip_ext.contrastive.objectives import Estimand, Objective, Unscaled
@@ -104,8 +104,8 @@ class TwoViewLoss(GlobalContrastiveLoss):
 
 _CROSS_ENTROPY = Estimand(
     "log(1 + N·g), the cross-entropy",
-    from_batch=lambda batch_at_tau: batch_at_tau.infonce,
-    log_divisor=lambda batch_at_tau: torch.zeros_like(batch_at_tau.tau),
+    from_batch=lambda stats: stats.infonce,
+    log_divisor=lambda stats: torch.zeros_like(stats.tau),
 )
 
 
@@ -117,5 +117,5 @@ class InfoNce(Unscaled):
 
     estimand = _CROSS_ENTROPY
 
-    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+    def value(self, stats: ContrastStats, alpha: Tensor, batch_to_estimate: Tensor) -> Tensor:
         return alpha

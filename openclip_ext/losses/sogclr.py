@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext.contrastive import log_math
-from openclip_ext.contrastive.batch import BatchAtTemperature
+from openclip_ext.contrastive.batch import ContrastStats
 from openclip_ext.contrastive.normalizer import Estimate
 from openclip_ext.contrastive.objectives import Estimand, Objective
 from openclip_ext.losses.fastclip import MovingAverageNormalizer
@@ -30,8 +30,8 @@ from openclip_ext.state.sharded_table import group_log_mean
 
 _UNCENTERED_MEAN = Estimand(
     "log u, where u is the mean of exp(s/τ) over the negatives (the positive pair is not subtracted)",
-    from_batch=lambda batch_at_tau: batch_at_tau.log_sums - batch_at_tau.batch.log_negatives,
-    log_divisor=lambda batch_at_tau: batch_at_tau.batch.log_negatives - batch_at_tau.positive_exponent,
+    from_batch=lambda stats: stats.log_sums - stats.batch.log_negatives,
+    log_divisor=lambda stats: stats.batch.log_negatives - stats.positive_exponent,
 )
 
 
@@ -41,11 +41,11 @@ class Decoupled(Objective):
     estimand = _UNCENTERED_MEAN
     depends_on_gaps = False
 
-    def positive_pair(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_sum: Tensor) -> Tensor:
+    def positive_pair(self, stats: ContrastStats, alpha: Tensor, weight_sum: Tensor) -> Tensor:
         return -torch.ones_like(weight_sum)
 
-    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
-        return batch_at_tau.tau * alpha - batch_at_tau.batch.positive
+    def value(self, stats: ContrastStats, alpha: Tensor, batch_to_estimate: Tensor) -> Tensor:
+        return stats.tau * alpha - stats.batch.positive
 
     def tau_gradient(self, *values: Tensor) -> Tensor:
         raise NotImplementedError("SogCLR's temperature is constant")
@@ -63,11 +63,11 @@ class UncenteredMovingAverage(MovingAverageNormalizer):
         super().__init__(**options)
         self.eps = eps
 
-    def step(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        batch, index = batch_at_tau.batch, batch_at_tau.batch.sample_index()
-        averaged = self.averaged(batch_at_tau)
+    def step(self, stats: ContrastStats) -> Estimate:
+        batch, index = stats.batch, stats.batch.sample_index()
+        averaged = self.averaged(stats)
         self.table.write(index, group_log_mean(index, averaged, batch.valid), batch.valid)
         return Estimate(log_math.log_add(averaged, self.eps))
 
-    def predict(self, batch_at_tau: BatchAtTemperature) -> Estimate:
-        return Estimate(log_math.log_add(self.stored(batch_at_tau), self.eps))
+    def predict(self, stats: ContrastStats) -> Estimate:
+        return Estimate(log_math.log_add(self.stored(stats), self.eps))

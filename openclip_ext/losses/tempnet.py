@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.cli.options import OptionError
-from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
-from openclip_ext.contrastive.inner_optimizers import InnerAdam
+from openclip_ext.contrastive.batch import ContrastStats, GatheredBatch
+from openclip_ext.contrastive.inner_optimizers import StateAdam
 from openclip_ext.contrastive.seeding import generator
 from openclip_ext.contrastive.similarities import anchor_chunks
 from openclip_ext.contrastive.temperature import TemperatureScheme, check_bounds
@@ -95,7 +95,7 @@ class PredictedTemperature(TemperatureScheme):
         self.lr = lr_tau
         self.seed = seed
         self.network = TemperatureNetwork(embed_dim, generator("cpu", seed, "temperature network"))
-        self.adam = InnerAdam(self.network)
+        self.adam = StateAdam(self.network)
 
     def rho(self, epoch: int | Tensor) -> float:
         return self.weight
@@ -104,8 +104,8 @@ class PredictedTemperature(TemperatureScheme):
         """Predict temperatures from the anchors' embeddings. In training mode, use dropout."""
         return self.network(batch.features, self.weight, self._dropout_factors(batch)).clamp(*self.bounds)
 
-    def update(self, batch_at_tau: BatchAtTemperature, gradient: Tensor) -> None:
-        batch = batch_at_tau.batch
+    def update(self, stats: ContrastStats, gradient: Tensor) -> None:
+        batch = stats.batch
         dropout = self._dropout_factors(batch)
 
         def objective(anchors: slice, network: Callable[..., Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from openclip_ext import create_loss
-from openclip_ext.contrastive.batch import BatchAtTemperature, LocalBatch
+from openclip_ext.contrastive.batch import ContrastStats, LocalBatch
 from openclip_ext.contrastive.normalizer import contrast_minibatch
 from openclip_ext.losses.neuclip import PrototypeNormalizer
 from scripts.bench import harness
@@ -26,7 +26,7 @@ TAU = 0.07
 EPS = 1e-14
 
 
-def make_contrast(args: argparse.Namespace) -> BatchAtTemperature:
+def make_contrast(args: argparse.Namespace) -> ContrastStats:
     images, texts = harness.unit_features(args.batch_size, args.embed_dim, args.device)
     scale = torch.tensor(1 / TAU, device=args.device)
     return contrast_minibatch(LocalBatch(images, texts, scale, None, scale.dtype), gather=False)
@@ -39,16 +39,14 @@ def bare_products(features: Tensor, weights: Tensor, updates: int) -> None:
         similarities.transpose(1, 2) @ features
 
 
-def autograd(
-    weights: torch.nn.Parameter, optimizer: torch.optim.Optimizer, batch_at_tau: BatchAtTemperature, updates: int
-) -> None:
+def autograd(weights: torch.nn.Parameter, optimizer: torch.optim.Optimizer, stats: ContrastStats, updates: int) -> None:
     number = weights.shape[1]
     for _ in range(updates):
-        cosines = batch_at_tau.batch.features @ normalize(weights, dim=2).transpose(1, 2)
-        exponents = (cosines - batch_at_tau.batch.positive[:, None]) / TAU
+        cosines = stats.batch.features @ normalize(weights, dim=2).transpose(1, 2)
+        exponents = (cosines - stats.batch.positive[:, None]) / TAU
         alpha = torch.logsumexp(exponents, dim=2) - math.log(number)
         alpha = torch.logaddexp(alpha, alpha.new_full((), math.log(EPS)))
-        loss = (TAU * (torch.exp(batch_at_tau.log_estimate - alpha) + alpha)).mean(dim=1).sum()
+        loss = (TAU * (torch.exp(stats.log_estimate - alpha) + alpha)).mean(dim=1).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -60,14 +58,14 @@ def make_normalizer(args: argparse.Namespace) -> PrototypeNormalizer:
 
 
 def measure(args: argparse.Namespace) -> dict[str, harness.Table]:
-    batch_at_tau = make_contrast(args)
+    stats = make_contrast(args)
     normalizer = make_normalizer(args)
-    normalizer.step(batch_at_tau)
+    normalizer.step(stats)
     plain = torch.nn.Parameter(normalizer.prototypes.clone())
     candidates = {
-        BASELINE: partial(bare_products, batch_at_tau.batch.features, normalizer.prototypes.clone(), args.updates),
-        "closed form": partial(normalizer.fit, batch_at_tau),
-        "autograd": partial(autograd, plain, torch.optim.Adagrad([plain], lr=1.0), batch_at_tau, args.updates),
+        BASELINE: partial(bare_products, stats.batch.features, normalizer.prototypes.clone(), args.updates),
+        "closed form": partial(normalizer.fit, stats),
+        "autograd": partial(autograd, plain, torch.optim.Adagrad([plain], lr=1.0), stats, args.updates),
     }
     results = harness.take_turns(candidates, BASELINE, args)
     flops = 8 * args.batch_size * args.prototypes * args.embed_dim * args.updates

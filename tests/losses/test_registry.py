@@ -13,7 +13,7 @@ import torch
 
 import openclip_ext
 from openclip_ext.cli.options import OptionError
-from openclip_ext.contrastive.batch import BatchAtTemperature, GatheredBatch
+from openclip_ext.contrastive.batch import ContrastStats, GatheredBatch
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.normalizer import MinibatchNormalizer
 from openclip_ext.contrastive.temperature import ConstantTemperature, TemperatureScheme
@@ -280,7 +280,7 @@ def test_a_step_uses_the_temperatures_before_their_update(own_method: Method) ->
         def temperatures(self, batch: GatheredBatch) -> torch.Tensor:
             return self.tau.expand(2, batch.size)
 
-        def update(self, batch_at_tau: BatchAtTemperature, gradient: torch.Tensor) -> None:
+        def update(self, stats: ContrastStats, gradient: torch.Tensor) -> None:
             self.tau.mul_(0.5)
 
     class HalvedPart(TemperaturePart):

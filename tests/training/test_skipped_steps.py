@@ -89,9 +89,9 @@ class Replaced(MinibatchNormalizer):
         super().__init__()
         self.register_buffer("mean", torch.zeros(2))
 
-    def step(self, batch_at_tau):
-        self.mean = self.mean + batch_at_tau.batch.mean(batch_at_tau.log_estimate)
-        return self.predict(batch_at_tau)
+    def step(self, stats):
+        self.mean = self.mean + stats.batch.mean(stats.log_estimate)
+        return self.predict(stats)
 
 
 @pytest.mark.parametrize("way", ["plain", "on-device"])

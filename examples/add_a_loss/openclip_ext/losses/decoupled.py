@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from openclip_ext.contrastive.batch import BatchAtTemperature
+from openclip_ext.contrastive.batch import ContrastStats
 from openclip_ext.contrastive.objectives import Estimand, Unscaled
 from openclip_ext.losses.method import Composed
 from openclip_ext.losses.options import Minibatch, Unregularized
@@ -14,11 +14,11 @@ class DecoupledContrastive(Unscaled):
 
     estimand = Estimand(
         "log(N·g), the sum over the negatives",
-        from_batch=lambda batch_at_tau: batch_at_tau.log_gap_sums,
-        log_divisor=lambda batch_at_tau: torch.zeros_like(batch_at_tau.tau),
+        from_batch=lambda stats: stats.log_sum_negatives,
+        log_divisor=lambda stats: torch.zeros_like(stats.tau),
     )
 
-    def value(self, batch_at_tau: BatchAtTemperature, alpha: Tensor, weight_ratio: Tensor) -> Tensor:
+    def value(self, stats: ContrastStats, alpha: Tensor, batch_to_estimate: Tensor) -> Tensor:
         return alpha
 
 
