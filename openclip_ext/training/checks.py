@@ -68,7 +68,7 @@ def check(plan: RunPlan) -> None:
     if data is not None and data.resolved_type != "synthetic":
         parse_keys(data.image_key, allow_json=False)
         parse_keys(data.caption_key, allow_json=True)
-        if data.hard_negative_key is not None:
+        if data.hard_negative_key is not None and data.resolved_type == "webdataset":
             parse_keys(data.hard_negative_key, allow_json=True)
         if data.manifest is not None and not os.path.isfile(data.manifest):
             raise UsageError(f"--manifest {data.manifest} not found. Omit it to find or create one")

@@ -126,6 +126,35 @@ def test_one_of_several_captions_is_drawn(more, column, tmp_path):
     assert [source.decode(raw, decode_image, draw)[1] for draw in range(3)] == ["sample 3", "other 3", "sample 3"]
 
 
+def write_hard_negatives(folder: Path, kind: str) -> str:
+    """Write a table whose rows have two hard negatives, but row 2 has one, and row 4 has none."""
+    hard = {name: [f"hard {row}{name}" for row in range(ROWS)] for name in "12"}
+    hard["1"][2] = hard["1"][4] = hard["2"][4] = " "
+    if kind == "parquet":
+        datasets.Dataset.from_dict(columns(**hard)).to_parquet(folder / "pairs.parquet")
+        return str(folder / "pairs.parquet")
+    lines = ["filepath\ttitle\t1\t2"]
+    for row in range(ROWS):
+        (folder / f"{row}.png").write_bytes(picture(row))
+        lines.append(f"{row}.png\tsample {row}\t{hard['1'][row]}\t{hard['2'][row]}")
+    (folder / "pairs.csv").write_text("\n".join(lines))
+    return str(folder / "pairs.csv")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_columns_with_hard_negatives(kind, tmp_path):
+    path = write_hard_negatives(tmp_path, kind)
+    loader = build(path, hard_negative_key="1;2", max_bad_fraction=0.2)
+    found = set()
+    for epoch in range(8):
+        for batch in loader.iterate(epoch):
+            found |= {*zip(batch["index"].tolist(), batch["hard_negative"][:, 0].tolist(), strict=True)}
+    expected = {(row, 10 * row + number) for row in range(ROWS) for number in (1, 2)} - {(2, 21), (4, 41), (4, 42)}
+    assert found <= expected and len(found) > len(expected) - 6
+    with pytest.raises(ValueError, match=r"no column 'nope'.*--hard-negative-key"):
+        build(path, hard_negative_key="nope")
+
+
 def test_bad_rows_are_counted_with_their_cause(tmp_path):
     rows = columns()
     rows["image"][4] = {"bytes": None, "path": "gone.png"}
@@ -194,10 +223,11 @@ def test_what_is_no_table_is_one_sentence(tmp_path):
         TableSource(str(tmp_path / "both"))
 
 
-def test_a_run_trains_and_validates_on_tables(tmp_path):
-    data = ["--train-data", write_parquet(tmp_path), "--val-data", write_class_folders(tmp_path)]
-    model = "--model demo-vit --precision fp32 --device cpu --workers 1 --batch-size 10 --epochs 2 --warmup 1 --loss fastclip"
-    assert run([*data, *model.split(), "--logs", str(tmp_path / "logs"), "--name", "run"]) == 0
+@pytest.mark.parametrize("more", ["--loss fastclip", "--loss queueclip --equal-captions mask --hard-negative-key 1;2"])
+def test_a_run_trains_and_validates_on_tables(more, tmp_path):
+    data = ["--train-data", write_hard_negatives(tmp_path, "parquet"), "--val-data", write_class_folders(tmp_path)]
+    model = "--model demo-vit --precision fp32 --device cpu --workers 1 --batch-size 10 --epochs 2 --warmup 1"
+    assert run([*data, *model.split(), *more.split(), "--logs", str(tmp_path / "logs"), "--name", "run"]) == 0
     lines = metrics_of(tmp_path / "logs" / "run")
     assert sum("loss" in line for line in lines) > 0
     evaluations = [line["evaluation"] for line in lines if "evaluation" in line]

@@ -90,7 +90,7 @@ MISTAKES = [
     ("--rho 3 --hard-share 0.5 --loss fastclip", "argument --hard-share: not allowed with argument --rho"),
     ("--loss sogclr --loss-option gamma=0.3 --gamma 0.9", "--gamma and --loss-option gamma set the same option"),
     ("--val-data val.tar", "reads no files: remove --val-data val.tar"),
-    ("--hard-negative-key txt", "--hard-negative-key needs webdataset shards, not synthetic"),
+    ("--hard-negative-key txt", "--hard-negative-key needs captions, but"),
     ("--fsdp --ddp-static-graph", "--ddp-static-graph does not work with --fsdp"),
     ("--ddp-static-graph --batch-size 8 --global-batch 16", "--ddp-static-graph does not work with --accum-freq"),
     ("--lora-rank 2 --fsdp", "--fsdp does not work with --lora-rank"),

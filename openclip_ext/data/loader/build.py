@@ -143,7 +143,7 @@ def build_source(spec: DataSpec) -> Source:
         # Imported only here, because pandas is slow to import.
         from openclip_ext.data.sources.csv import CsvSource
 
-        source = CsvSource(*check_csv(spec))
+        source = CsvSource(*check_csv(spec), spec.hard_negative_key)
     elif kind == "table":
         source = table_source(spec)
     else:
@@ -172,7 +172,7 @@ def build_other_source(spec: DataSpec) -> Source:
 
     The flags for columns may name the columns of the training data. If a table has no such columns, its own are detected.
     """
-    return with_own_columns(spec, build_source)
+    return with_own_columns(replace(spec, hard_negative_key=None), build_source)
 
 
 def with_own_columns(spec: DataSpec, read: Callable[[DataSpec], T]) -> T:
@@ -201,7 +201,7 @@ def table_source(spec: DataSpec) -> Source:
         # OpenCLIP's default columns are for CSV files.
         image = None if spec.csv_image_key == DataSpec.csv_image_key else spec.csv_image_key
         caption = None if spec.csv_caption_key == DataSpec.csv_caption_key else spec.csv_caption_key
-        return TableSource(path, image, caption, spec.caption_template)
+        return TableSource(path, image, caption, spec.caption_template, spec.hard_negative_key)
     except ImportError as error:
         raise ValueError(f"{spec.source} needs the package {error.name}: pip install datasets") from error
 

@@ -49,8 +49,8 @@ class _Texts:
 class CsvSource(RowSource):
     """Rows of a CSV file. A blank caption counts as missing.
 
-    If the default separator and columns do not fit, they are detected. ``caption_column`` may name several columns, separated
-    by ``;``.
+    If the default separator and columns do not fit, they are detected. ``caption_column`` and ``hard_negative_column`` (see
+    :meth:`RowSource.hard_negatives`) may name several columns, separated by ``;``.
 
     Raises:
         FileNotFoundError, ValueError: The file, a column or all rows are missing, or an unbalanced quote hides rows.
@@ -62,6 +62,7 @@ class CsvSource(RowSource):
         image_column: str = DataSpec.csv_image_key,
         caption_column: str = DataSpec.csv_caption_key,
         separator: str = DataSpec.csv_separator,
+        hard_negative_column: str | None = None,
     ) -> None:
         given = _Format(image_column, caption_column, separator)
         image_column, caption_column, separator = found = _find_format(path, given)
@@ -75,6 +76,13 @@ class CsvSource(RowSource):
         self.several_captions = len(columns) > 1
         self._images = _Texts(table[image_column].tolist())
         self._captions = [_Texts(table[column].tolist()) for column in columns]
+        hard = [] if hard_negative_column is None else _caption_columns(table.columns, hard_negative_column)
+        if unknown := [column for column in hard if column not in table.columns]:
+            raise ValueError(
+                f"{path} has no column {unknown[0]!r}; found {', '.join(table.columns)}: set --hard-negative-key"
+            )
+        self._hard = [_Texts(table[column].tolist()) for column in hard]
+        self.has_hard_negatives = bool(hard)
         self._missing = np.flatnonzero(
             (table[image_column] == "") | (table[columns].apply(lambda texts: texts.str.strip()) == "").all(axis=1)
         )
@@ -89,8 +97,10 @@ class CsvSource(RowSource):
         self.index_digest = content.hexdigest()
 
     def row(self, number: int) -> tuple[str, list[str]]:
-        captions = (texts[number] for texts in self._captions)
-        return self._images[number], [caption for caption in captions if caption.strip()]
+        return self._images[number], _texts_of(self._captions, number)
+
+    def hard_negatives(self, number: int) -> list[str]:
+        return _texts_of(self._hard, number)
 
     def files(self) -> list[str]:
         """Return the paths of the CSV file and of the images in it."""
@@ -99,6 +109,10 @@ class CsvSource(RowSource):
     def known_bad(self) -> tuple[int, str]:
         rows = self._missing[:5].tolist()
         return len(self._missing), f"{self.path}, for example rows {rows}" if rows else ""
+
+
+def _texts_of(columns: Sequence[_Texts], row: int) -> list[str]:
+    return [text for text in (column[row] for column in columns) if text.strip()]
 
 
 def check_first_rows(path: str, image_column: str, caption_column: str, separator: str) -> None:

@@ -27,6 +27,17 @@ class RowSource(Source):
     def row(self, number: int) -> tuple[bytes | str, list[str]]:
         """Return the content or the path of a row's image, empty if missing, and its captions without blank ones."""
 
+    def hard_negatives(self, number: int) -> list[str]:
+        """Return a row's captions that do not fit its image, without blank ones."""
+        return []
+
+    def hard_negative(self, raw: RawSample, draw: int) -> str:
+        """See :meth:`Source.hard_negative`."""
+        captions = self.hard_negatives(raw.index)
+        if not captions:
+            raise BadSampleError(f"row {raw.index} has no hard negative")
+        return captions[draw % len(captions)]
+
     def decode(self, raw: RawSample, decoder: ImageDecoder, draw: int = 0) -> tuple[DecodedImage, str]:
         image, captions = self.row(raw.index)
         if not image or not captions:

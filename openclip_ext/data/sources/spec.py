@@ -35,7 +35,9 @@ class DataSpec:
         dest="json_text_key_probs",
     )
     hard_negative_key: str | None = flag(
-        None, "like --caption-key, for captions that do not fit the image: additional negatives of the images"
+        None,
+        "like --caption-key (in tables and CSV files: a column), for captions that do not fit the image: additional negatives "
+        "of the images",
     )
     csv_separator: str = flag("\t")
     csv_image_key: str = flag("filepath", dest="csv_img_key")  # column with the paths of the images
@@ -87,7 +89,7 @@ class DataSpec:
         """Return the validation data that flags specify. For the training data, call ``from_flags(DataSpec, flags)``."""
         # Loaders of validation data read no other field for training data. The exception is the number of synthetic samples,
         # which OpenCLIP also applies to both.
-        return from_flags(cls, flags, source=flags["val_data"], reference=None)
+        return from_flags(cls, flags, source=flags["val_data"], reference=None, hard_negative_key=None)
 
     @property
     def storage(self) -> Storage:
@@ -107,11 +109,12 @@ class DataSpec:
             "--dataset-resampled": self.resampled,
             "--single-source-batches": self.single_source,
             "--json-text-key-probs": bool(self.caption_weights),
-            "--hard-negative-key": self.hard_negative_key is not None,
         }
         kind = self.resolved_type
         for name in (name for name, is_used in needs_shards.items() if is_used and kind != "webdataset"):
             raise ValueError(f"{name} needs webdataset shards, not {kind}")
+        if self.hard_negative_key is not None and kind == "synthetic":
+            raise ValueError("--hard-negative-key needs captions, but --dataset-type synthetic has none: remove one")
 
     @property
     def resolved_type(self) -> str:

@@ -25,6 +25,7 @@ class TableSource(RowSource):
         caption_column: Column with a caption, a list of captions, or a class; or several columns, separated by ``;``. None
             means the only suitable column.
         template: Caption of an image with a class. ``{}`` is the name of the class.
+        hard_negative_column: Column with captions that do not fit the images, like ``caption_column``. None means no column.
 
     Raises:
         ValueError: The table is unreadable or empty, a column is missing, or several columns are suitable.
@@ -32,7 +33,12 @@ class TableSource(RowSource):
     """
 
     def __init__(
-        self, path: str, image_column: str | None = None, caption_column: str | None = None, template: str = "{}"
+        self,
+        path: str,
+        image_column: str | None = None,
+        caption_column: str | None = None,
+        template: str = "{}",
+        hard_negative_column: str | None = None,
     ) -> None:
         from datasets import ClassLabel, Image, disable_progress_bars
 
@@ -42,12 +48,18 @@ class TableSource(RowSource):
             raise ValueError(f"the data set is empty: {path} has no rows")
         (self._image,) = _columns(path, table, image_column, "image", "--csv-img-key", _holds_image)
         self._texts = _columns(path, table, caption_column, "caption", "--csv-caption-key", _holds_caption)
+        self._hard: list[str] = []
+        if hard_negative_column is not None:
+            self._hard = _columns(
+                path, table, hard_negative_column, "hard negative", "--hard-negative-key", _holds_caption
+            )
+        self.has_hard_negatives = bool(self._hard)
         self._classes = {
             name: [template.replace("{}", label.replace("_", " ")) for label in table.features[name].names]
             for name in self._texts
             if isinstance(table.features[name], ClassLabel)
         }
-        table = table.select_columns([self._image, *self._texts])
+        table = table.select_columns(list(dict.fromkeys([self._image, *self._texts, *self._hard])))
         if isinstance(table.features[self._image], Image):
             table = table.cast_column(self._image, Image(decode=False))
         self._table = table
@@ -60,16 +72,19 @@ class TableSource(RowSource):
 
     def row(self, number: int) -> tuple[bytes | str, list[str]]:
         cells = self._table[number]
-        return _image(cells[self._image]), self._captions(cells)
+        return _image(cells[self._image]), self._captions(cells, self._texts)
+
+    def hard_negatives(self, number: int) -> list[str]:
+        return self._captions(self._table.select_columns(self._hard)[number], self._hard)
 
     def files(self) -> list[str]:
         """Return the path of the table."""
         return [self.path]
 
-    def _captions(self, row: dict[str, Any]) -> list[str]:
-        """Return the captions of a row, without blank ones."""
+    def _captions(self, row: dict[str, Any], columns: Sequence[str]) -> list[str]:
+        """Return the texts in some columns of a row, without blank ones."""
         found: list[Any] = []
-        for name in self._texts:
+        for name in columns:
             value = row[name]
             if name in self._classes and value is not None:
                 value = self._classes[name][value]
