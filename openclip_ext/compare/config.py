@@ -52,10 +52,6 @@ class CompareConfig:
     minutes: float = flag(30.0, "maximum duration of this call in minutes", exclusive_minimum=0)
     output: str = flag("compare", "folder of the results")
     processes: int = flag(0, "number of parallel runs; 0 means one per GPU, or one per core without a GPU", minimum=0)
-    executor: str = flag(
-        "local", "execute runs on this machine, or as SLURM jobs (submitit)", choices=("local", "slurm")
-    )
-    slurm: str = flag("", "sbatch parameters of the jobs, with submitit's names, such as partition=gpu,gpus_per_node=1")
     cache: float = flag(8.0, "maximum size of the decoded images on disk in GiB", exclusive_minimum=0)
 
     @property
@@ -74,10 +70,6 @@ def parse(argv: list[str]) -> tuple[CompareConfig, RunPlan]:
         raise UsageError(f"{unknown[0]} before SHARDS: give SHARDS first, then the training flags")
     if args.loss is not None:
         raise UsageError("--loss selects one loss: use --losses to compare several")
-    if args.executor == "slurm" and not args.processes:
-        raise UsageError("--executor slurm needs --processes, the number of jobs at a time")
-    if args.slurm and args.executor != "slurm":
-        raise UsageError("--slurm has no effect without --executor slurm")
     check_output_path(args.output)
     options = take_loss_options(vars(args))
     # The parser of training sets --steer, and checks these options together with --reference.

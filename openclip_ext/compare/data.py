@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import without_secrets
 from openclip_ext.compare.config import CompareConfig
-from openclip_ext.compare.decoded_data import Cache, DoesNotFit, PilotData, Tokens, write_cache
+from openclip_ext.compare.decoded import Cache, DoesNotFit, KnownTexts, write_cache
 from openclip_ext.data.flip import exchange_sides
 from openclip_ext.data.loader.build import build_source, build_train_loader
 from openclip_ext.data.reference import EmbeddingStore
@@ -25,7 +25,30 @@ from openclip_ext.training.config import RunPlan
 _HELD_OUT, _MOST_VALIDATION, _FEWEST_VALIDATION = 0.1, 5_000, 20
 
 
-def prepare(config: CompareConfig, training: RunPlan) -> tuple[PilotData, list[str]]:
+@dataclass(frozen=True)
+class StudyData:
+    """The data to train and score runs.
+
+    Attributes:
+        train: Decoded training samples. None means that they do not fit into the cache, and each run decodes them again.
+        val: Samples for choosing settings.
+        test: Samples for the reported results.
+        names: Class names, if any.
+        texts: All texts, tokenized; None if the training texts are not in memory.
+        reference: A reference model's embeddings of the training samples. None (default) means no reference model.
+    """
+
+    train: Cache | None
+    num_samples: int
+    val: Cache
+    test: Cache
+    names: tuple[str, ...]
+    texts: KnownTexts | None
+    digest: str
+    reference: EmbeddingStore | None = None
+
+
+def prepare(config: CompareConfig, training: RunPlan) -> tuple[StudyData, list[str]]:
     """Return the data of a comparison, and notes about the data for the report."""
     notes: list[str] = []
     names = _class_names(config.classes)
@@ -35,35 +58,35 @@ def prepare(config: CompareConfig, training: RunPlan) -> tuple[PilotData, list[s
     val, test = (held_out.part(part) for part in divide(len(held_out), 0.5))
     if len(set(test.captions())) < 2:
         raise ValueError("all validation samples have the same caption: give different data with --val")
-    tokens = None
-    if isinstance(train, Cache):
+    texts = None
+    if train is not None:
         num_samples, identity = len(train), train.digest
         captions = train.captions()
         mirrored = map(exchange_sides, captions) if training.loading.caption_aware_flip else ()
-        tokens = Tokens.of([*captions, *mirrored, *held_out.captions(), *names], training.model.tokenizer())
+        texts = KnownTexts([*captions, *mirrored, *held_out.captions(), *names], training.model.tokenizer())
     else:
-        num_samples, identity = _streamed(train, config, training)
+        num_samples, identity = _streamed(config, training)
         notes.append("the training images do not fit into --cache and are decoded again for each run")
     batch = training.loading.batch_size * training.loading.accum_freq
     if num_samples < 2 * batch:
         raise ValueError(f"{num_samples:,} training samples are too few for batches of {batch}: reduce --batch-size")
     reference = _reference(training.data, train)
     identity = config_digest([identity, held_out.digest, names, *([] if reference is None else [reference.about])])
-    return PilotData(train, num_samples, val, test, tuple(names), tokens, identity, reference), notes
+    return StudyData(train, num_samples, val, test, tuple(names), texts, identity, reference), notes
 
 
-def _reference(spec: DataSpec | None, train: Cache | DataSpec) -> EmbeddingStore | None:
+def _reference(spec: DataSpec | None, train: Cache | None) -> EmbeddingStore | None:
     if spec is None or spec.reference is None:
         return None
     store = build_source(spec).reference
     assert store is not None
-    return store.part(train.indices()) if isinstance(train, Cache) else store
+    return store if train is None else store.part([sample.source_index for sample in train.samples])
 
 
 def _decode(
     config: CompareConfig, training: RunPlan, classes: int | None, notes: list[str]
-) -> tuple[Cache | DataSpec, Cache]:
-    """Return the training samples (or their files, if they do not fit into the cache) and the validation samples."""
+) -> tuple[Cache | None, Cache]:
+    """Return the training samples (None if they do not fit into the cache) and the validation samples."""
     assert training.data is not None, "the command line gives the shards"
     spec = replace(training.data, reference=None)  # the decoded data do not depend on the reference model
     image_size, files = _image_size(training), _files(spec)
@@ -85,7 +108,7 @@ def _decode(
     own, others = ({os.path.realpath(name) for name, *_ in part} for part in (val_files, files))
     if common := len(own & others):
         raise ValueError(f"--val: {common} of {len(own)} files are also training files: remove them from --val")
-    train: Cache | DataSpec = training.data
+    train: Cache | None = None
     with contextlib.suppress(DoesNotFit):
         train = decoded(spec, files, None)
     held_out = decoded(val, val_files, classes)
@@ -94,9 +117,10 @@ def _decode(
     return train, held_out
 
 
-def _streamed(spec: DataSpec, config: CompareConfig, training: RunPlan) -> tuple[int, str]:
+def _streamed(config: CompareConfig, training: RunPlan) -> tuple[int, str]:
     """Return the number of training samples and their data set's digest. Each run reads the samples from the shards."""
-    loader = build_train_loader(spec, training.loading, preprocess=str, tokenizer=str)  # type: ignore[arg-type]
+    assert training.data is not None, "the command line gives the shards"
+    loader = build_train_loader(training.data, training.loading, preprocess=str, tokenizer=str)  # type: ignore[arg-type]
     if loader.source.num_kept < loader.num_samples:
         raise ValueError(
             f"the manifest excludes samples: expected a --cache for all images, more than {config.cache:g} GiB"

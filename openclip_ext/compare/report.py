@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openclip_ext.compare.pilot import RETRIEVAL, ZERO_SHOT, unpack
-from openclip_ext.compare.runs import Contest, Results, Run, score
 from openclip_ext.compare.space import BASELINE, setting_words
+from openclip_ext.compare.trial import RETRIEVAL, ZERO_SHOT, unpack
+from openclip_ext.compare.trials import Results, Run, Trials, score
 from openclip_ext.evaluation.ranks import chance
 from openclip_ext.evaluation.statistics import Difference, linked_groups, paired_difference
 from openclip_ext.pages.charts import Chart, Curve, color, line_chart
@@ -79,7 +79,7 @@ class Report:
         recommended: The loss to use. None means that there is no result.
         results: Results of the losses, the best first.
         runs: Each setting's means over seeds: ``(loss, setting, lr, epochs, seeds, mean reciprocal rank, R@1)``.
-        left_behind: Losses that did not reach the last stage.
+        left_behind: Losses that did not reach the last rung.
         chance: R@1 of random guessing, averaged over both directions.
     """
 
@@ -96,27 +96,26 @@ class Report:
 
 def make_report(
     about: About,
-    contests: Sequence[Contest],
-    results: Results,
+    trials: Trials,
+    losses: Sequence[str],
     images: Sequence[int],
     captions: Sequence[str],
     command_line: Callable[[Row], str],
 ) -> Report:
-    """Build the report on a comparison from the results of its runs.
+    """Build the report on a comparison of ``losses`` from their trials.
 
     Args:
-        contests: The runs of each stage.
-        results: Rows of finished and failed runs.
         images, captions: Of the test samples, a hash of the image and the caption.
         command_line: Function that returns the training command line of a run.
     """
     groups = linked_groups(images, captions)
-    stages = [{loss: _finished(one.best(loss, results), results) for loss in one.families} for one in contests]
+    rungs = range(len(trials.rungs))
+    by_rung = [{loss: _finished(trials.best(rung, loss), trials.done) for loss in losses} for rung in rungs]
     found, chosen = [], {}
-    for loss in contests[0].families:
-        own = [(stage[loss], stage[BASELINE]) for stage in stages if stage.get(loss)]
+    for loss in losses:
+        own = [(rows[loss], rows[BASELINE]) for rows in by_rung if rows[loss]]
         if own:
-            # An interval needs two common seeds. Choose the last stage with two, or else the last stage with one.
+            # An interval needs two common seeds. Choose the last rung with two, or else the last rung with one.
             chosen[loss] = max(reversed(own), key=lambda rows: min(2, len(rows[0].keys() & rows[1].keys())))
             gains = {gain[0]: gain for rows in own if loss != BASELINE and (gain := _gain_at(*rows, about))}
             found.append(_loss_result(*chosen[loss], about, groups, tuple(gains.values()), command_line))
@@ -124,30 +123,31 @@ def make_report(
     longest = _longest(found)
     best = chosen[_leader(longest).loss][0] if longest else {}
     to_best = {result.loss: _difference(best, chosen[result.loss][0], groups) for result in longest}
-    failures = [row["failed"].strip() for row in results.values() if "failed" in row]
+    planned = {run.id for runs in trials.planned for run in runs.values() if run.family in losses}
+    failures = [row["failed"].strip() for row in trials.failed.values()]
     sentence, recommended = conclude(found, about.batch, to_best, len(failures))
     runs = {}
-    for contest in contests:
-        for setting in itertools.chain.from_iterable(contest.by_setting(loss, results) for loss in contest.families):
-            if rows := list(_finished(setting, results).values()):
+    for rung, loss in itertools.product(rungs, losses):
+        for setting in trials.settings(rung, loss):
+            if rows := list(_finished(setting, trials.done).values()):
                 runs[setting[0].id] = _setting_row(rows, about)
-    decided = {run.id: results.get(run.id, {}) for contest in contests for run in contest.decided(results)}
+    in_last = {run.family for run in trials.planned[-1].values()}
     return Report(
         about=about,
         sentence=sentence,
         recommended=recommended,
         results=tuple(found),
         runs=tuple(runs.values()),
-        unfinished=sum(not row or "failed" in row for row in decided.values()),
+        unfinished=len(planned - trials.done.keys()),
         failures=tuple(sorted({f"a run failed: {failure}" for failure in failures})),
-        left_behind=tuple(loss for loss in contests[0].families if loss not in contests[-1].families),
+        left_behind=tuple(loss for loss in losses if loss not in in_last),
         chance=statistics.fmean(chance(images, captions).values()),
     )
 
 
 def _finished(runs: Sequence[Run], results: Results) -> dict[int, Row]:
     """Return the rows of finished runs by seed."""
-    return {run.seed: results[run.id] for run in runs if "hits" in results.get(run.id, {})}
+    return {run.seed: results[run.id] for run in runs if run.id in results}
 
 
 def _epochs(row: Row, about: About) -> float:
@@ -340,7 +340,7 @@ def markdown(report: Report) -> str:
 
 def page(report: Report) -> str:
     """Return the report as an HTML page with learning curves as inline SVG."""
-    # Losses that did not reach the last stage are not drawn, because their runs are shorter.
+    # Losses that did not reach the last rung are not drawn, because their runs are shorter.
     drawn = [one for one in report.results if one.epochs == report.results[0].epochs]
     curves = [
         line_chart(Chart("R@1", _curves(drawn, column), label, from_zero=True), size=(520, 300))

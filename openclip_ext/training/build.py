@@ -39,14 +39,23 @@ from openclip_ext.training.validation import build_tasks
 logger = get_logger(__name__)
 
 
-def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | None, start: Start) -> Trainer:
+def build(
+    config: Config,
+    plan: RunPlan,
+    device: torch.device,
+    folder: Path | None,
+    start: Start,
+    source: Source | None = None,
+    built: models.BuiltModel | None = None,
+) -> Trainer:
     """Build a training run, restore it from the checkpoint of ``start``, if any, and write the run's settings to ``folder``.
 
-    Collective: all ranks call it. Raise UsageError for mistakes that only the parts can find.
+    A program that performs many runs can give their data ``source`` and the ``built`` model. Collective: all ranks call it.
+    Raise UsageError for mistakes that only the parts can find.
     """
     assert plan.data is not None, "a run without training data only evaluates"
-    source = build_source(plan.data)
-    built = models.build_model(plan.model, device, plan.loading.seed)
+    source = build_source(plan.data) if source is None else source
+    built = models.build_model(plan.model, device, plan.loading.seed) if built is None else built
     # A pretrained tag can change the preprocessing. Evaluations and exports use the flags in the run folder.
     flags = plan.stored_flags | compat.changed_preprocessing(built.model)
     if plan.model.image_features is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from openclip_ext.cli import command_line
-from openclip_ext.compare.runs import read_results
+from openclip_ext.compare.trials import read_results
 from openclip_ext.evaluation.report.curves import draw
 from openclip_ext.files.writing import output_path
 from openclip_ext.pages.charts import Chart, Curve

@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 
 from openclip_ext.checkpoint.format import load_model_file
 from openclip_ext.cli import command_line
-from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run, read_results
+from openclip_ext.compare.trials import Results, Run, Trials, read_results
 from openclip_ext.data.loader.build import build_eval_loader
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.encoder import Encoder
@@ -50,7 +50,7 @@ from openclip_ext.training import flags
 from openclip_ext.training.config import model_config
 from openclip_ext.training.interpolation import score_mixes
 from openclip_ext.training.validation import KeptValidation, Scheduled, Validation
-from scripts.experiments.grid import data_digest, environment
+from scripts.experiments.grid import Contest, data_digest, environment
 from scripts.experiments.icons import PACKAGE, Icon, fetch, read_set, take
 from scripts.experiments.pairs import Pair, complete_folder, seeded_order, write_dataset
 from scripts.experiments.tables import with_interval
@@ -213,12 +213,12 @@ def train(run: Run, data: Data, start: Path, folder: Path, commit: str) -> dict[
 def run_all(about: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
     """Execute all runs, or the first ``args.most``; return the errors of failed runs."""
     commit = args.commit or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
-    results = ResultsFile(args.results)
+    results = Trials(args.results)
     data = None
-    while (run := next_run(about, results.known)) is not None and len(results.rows) < args.most:
+    while (run := next_run(about, results.known)) is not None and len(results.done) < args.most:
         data = data or Data(args.own, args.kept)
         print(
-            f"{len(results.rows)} rows. Next: {run.family}, {run.setting}, lr {run.lr:g}, seed {run.seed}", flush=True
+            f"{len(results.done)} rows. Next: {run.family}, {run.setting}, lr {run.lr:g}, seed {run.seed}", flush=True
         )
         try:
             row = train(run, data, args.start, args.runs, commit)

@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from openclip_ext.cli import command_line
-from openclip_ext.compare.runs import read_results
+from openclip_ext.compare.trials import read_results
 from openclip_ext.evaluation.statistics import seeds_interval
 from openclip_ext.files.writing import output_path
 from openclip_ext.pages.charts import PALETTE

@@ -31,7 +31,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,13 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext.cli import command_line
-from openclip_ext.compare import decoded_data as cache
-from openclip_ext.compare.decoded_data import Cache, PilotData, Tokens
-from openclip_ext.compare.process_pool import TaskPool
-from openclip_ext.compare.runs import Contest, Results, ResultsFile, Run
-from openclip_ext.compare.short_run import PilotRun
-from openclip_ext.compare.slurm_pool import make_pool
+from openclip_ext.compare import decoded
+from openclip_ext.compare.data import StudyData
+from openclip_ext.compare.decoded import Cache, KnownTexts
+from openclip_ext.compare.pool import ProcessPool
+from openclip_ext.compare.trial import Trial, curve_points, warmup_steps
+from openclip_ext.compare.trials import Results, Run, Trials, chosen, ranked
+from openclip_ext.data.images import ImagePipeline
 from openclip_ext.data.reference import REFERENCE_KEYS, EmbeddingStore
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.diagnostics.estimation_error import measure
@@ -55,7 +56,9 @@ from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
-from openclip_ext.training.config import RunPlan
+from openclip_ext.training.config import LossConfig
+from openclip_ext.training.model import BuiltModel
+from openclip_ext.training.optimizer import create_optimizer, create_schedule
 from openclip_ext.training.plan import resolve
 from openclip_ext.training.runtime.run_folder import versions
 from openclip_ext.training.step import Batch
@@ -67,6 +70,25 @@ _SHIFT = 2  # maximum random shift of an image in each direction, in pixels
 _IMAGE_SIZE = 32  # input size of the demo models in pixels; stored images may be twice as large
 # Training flags of all runs. The grid sets the learning rate and the length.
 _FLAGS = "--precision fp32 --wd 0.2 --beta1 0.9 --beta2 0.999 --eps 1e-8 --warmup 100 --workers 0 --logs none"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A comparison of families of settings. All families are tuned equally and use the same seeds.
+
+    ``families`` contains, for each family, the runs of all its settings with the first seed. The first family is the baseline.
+    """
+
+    families: Mapping[str, Sequence[Run]]
+    seeds: Sequence[int]
+
+    def best(self, family: str, results: Results) -> list[Run]:
+        """Return the runs of the best setting with all seeds; empty before the best setting is known."""
+        return [replace(run, seed=seed) for run in ranked(self.families[family], results)[:1] for seed in self.seeds]
+
+    def pending(self, results: Results) -> list[Run]:
+        """Return the runs that can start now, the most urgent first."""
+        return [run for run in chosen(self.families, self.seeds, results) if run.id not in results]
 
 
 def contests(grid: Mapping[str, Any], data: str) -> dict[str, Contest]:
@@ -103,16 +125,16 @@ def data_digest(data: Path) -> str:
     return hashlib.sha256((data / "recipe.json").read_bytes()).hexdigest()[:12]
 
 
-def load_data(data: Path, model: str) -> PilotData:
+def load_data(data: Path, model: str) -> StudyData:
     """Decode the splits to ``data/cache``, unless it is complete, and tokenize the captions and class names."""
     names = tuple((data / "names.txt").read_text().splitlines())
     train, val, test = (
-        cache.write_cache(DataSpec(f"{data}/{split}/*.tar"), data / "cache" / split, _IMAGE_SIZE, classes=len(names))
+        decoded.write_cache(DataSpec(f"{data}/{split}/*.tar"), data / "cache" / split, _IMAGE_SIZE, classes=len(names))
         for split in ("train", "val", "test")
     )
     texts = itertools.chain(names, train.captions(), val.captions(), test.captions())
-    tokens = Tokens.of(texts, open_clip.get_tokenizer(model))
-    return PilotData(train, len(train), val, test, names, tokens, data_digest(data))
+    known = KnownTexts(texts, open_clip.get_tokenizer(model))
+    return StudyData(train, len(train), val, test, names, known, data_digest(data))
 
 
 def classes_of(samples: Cache) -> Tensor:
@@ -122,35 +144,48 @@ def classes_of(samples: Cache) -> Tensor:
     return torch.tensor(classes)
 
 
-class GridRun(PilotRun):
-    """A run of a grid, with the loss's default seed and temperature learning rate instead of the training program's."""
+class GridRun(Trial):
+    """A run of a grid, with the loss's default seed and temperature learning rate instead of the training program's.
 
-    def shared_options(self) -> dict[str, Any]:
-        return {"epochs": self.run.epochs}
+    Args:
+        weights: File with the initial weights. None (default) means random weights.
+    """
 
-    def prepare(self) -> None:
-        super().prepare()
-        if "temperature" in self.run.setting:
-            nn.init.constant_(self.model.logit_scale, -math.log(self.run.setting["temperature"]))
-        if self.logit_scale_lr() == 0:
-            self.model.logit_scale.requires_grad_(False)
+    def __init__(self, data: StudyData, run: Run, device: torch.device, weights: Path | None = None) -> None:
+        self.run, self.data = run, data
+        config = flags.parse(_argv(run, weights))
+        plan, options = resolve(config), run.setting.get("options", {})
+        loss = LossConfig(run.setting["loss"], options, {"epochs": run.epochs, **options})
+        super().__init__(config, replace(plan, loss=loss), data, device, with_averaged_images)
+        scale, trainer = self.model.logit_scale, self.trainer
+        if "temperature" in run.setting:
+            nn.init.constant_(scale, -math.log(run.setting["temperature"]))
+        rate = run.setting.get("lr_tau", trainer.loss.logit_scale_lr)
+        scale.requires_grad_(scale.requires_grad and rate != 0)
+        optimizer = create_optimizer(self.model, plan.optimizer, rate, trainer.loss.model_head())
+        trainer.step.optimizer = optimizer
+        schedule = replace(plan.schedule, warmup=warmup_steps(plan.schedule, self.steps))
+        trainer.schedule = create_schedule(schedule, optimizer, trainer.steps_per_epoch, rate)
 
-    def logit_scale_lr(self) -> float | None:
-        return self.run.setting.get("lr_tau", self.loss.logit_scale_lr)
-
-    def normalize(self) -> Callable[[Tensor], Tensor]:
-        return partial(averaged, visual=self.model.visual)
-
-    def pixels(self, samples: Cache, rows: Sequence[int]) -> Tensor:
-        return averaged(stored_images(samples, rows), self.model.visual)
-
-    def build_loader(self) -> "ShiftedImages":
-        train = self.data.train
-        assert isinstance(train, Cache)
+    def run_steps(self, batches: Callable[[int], Iterator[Batch]] | None = None) -> Iterator[int]:
+        train, tokenizer = self.data.train, self.built.tokenizer
+        assert train is not None, "load_data decodes it"
         texts = train.captions()
         if self.run.setting.get("captions") == "name":
             texts = [self.data.names[number] for number in classes_of(train)]
-        return ShiftedImages(train, self.texts(texts), self.run.seed, self.batch, self.data.reference)
+        images = ShiftedImages(train, tokenizer(texts), self.run.seed, self.batch, self.data.reference)
+        return super().run_steps(batches or images.iterate)
+
+
+def with_averaged_images(built: BuiltModel) -> BuiltModel:
+    """Return a model whose images are stored images, reduced by averaging (see :func:`averaged`)."""
+
+    def for_scores(image: Any) -> Tensor:
+        return averaged(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None], built.model.visual)[0]
+
+    normalize = partial(averaged, visual=built.model.visual)
+    images = ImagePipeline(built.images.decode, built.images.transform, normalize)
+    return replace(built, images=images, preprocess_val=for_scores)
 
 
 class ShiftedImages:
@@ -207,7 +242,7 @@ def averaged(images: Tensor, visual: Any) -> Tensor:
     return (nn.functional.avg_pool2d(images.float(), factor) / 255 - mean) / std
 
 
-def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str, float]:
+def score(training: Trial, samples: Cache, names: Sequence[str]) -> dict[str, float]:
     """Return the top-1 accuracy among the split's names, R@1 in both directions, and the mean of these three scores.
 
     In retrieval, every sample with the query's name counts as correct.
@@ -225,13 +260,13 @@ def score(training: PilotRun, samples: Cache, names: Sequence[str]) -> dict[str,
     return values | {"mean": statistics.fmean(values.values())}
 
 
-def estimation_errors(training: PilotRun, samples: Cache, count: int) -> dict[str, Any]:
+def estimation_errors(training: Trial, samples: Cache, count: int) -> dict[str, Any]:
     """Return the estimation errors of the log-normalizers on ``count`` training samples (see ``estimation_error.measure``)."""
     rows = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))[:count].tolist()
     part = samples.part(rows)
     images, texts = training.embed(part, part.captions())
     scale = training.model.logit_scale.exp()
-    found = measure(training.loss, images, texts, scale, batch_size=training.batch, index=rows, anchors=2000)
+    found = measure(training.trainer.loss, images, texts, scale, batch_size=training.batch, index=rows, anchors=2000)
     return {
         "minibatch": found.minibatch.mean,
         "estimator": None if found.estimator is None else found.estimator.mean,
@@ -240,7 +275,7 @@ def estimation_errors(training: PilotRun, samples: Cache, count: int) -> dict[st
 
 
 def train(
-    data: PilotData,
+    data: StudyData,
     run: Run,
     device: torch.device,
     seen: Callable[[int], None],
@@ -255,16 +290,19 @@ def train(
     """
     torch.set_num_threads(1)
     start, start_cpu = time.perf_counter(), time.process_time()
-    training = GridRun(config_of(run, weights), data, run, device)
-    errors = []
-
-    def validate(_: int) -> float:
+    training = GridRun(data, run, device, weights)
+    each_epoch = {training.trainer.steps_per_epoch * epoch for epoch in range(1, run.epochs + 1)}
+    points = each_epoch if measured else curve_points(training.steps)
+    errors, curve = [], []
+    for step in training.run_steps():
+        seen(training.batch)
+        if step not in points:
+            continue
         if measured:
-            assert isinstance(data.train, Cache)
+            assert data.train is not None, "load_data decodes it"
             errors.append(estimation_errors(training, data.train, measured))
-        return score(training, data.val, data.names)["mean"]
-
-    curve = training.train(seen, validate, each_epoch=bool(measured))
+        samples = step * training.batch
+        curve.append([samples, training.seconds, score(training, data.val, data.names)["mean"]])
     return {
         "id": run.id,
         **asdict(run),
@@ -279,14 +317,12 @@ def train(
     }
 
 
-def config_of(run: Run, weights: Path | None = None) -> RunPlan:
-    """Return the training configuration of a run. The caller sets loss, learning rate and length later."""
+def _argv(run: Run, weights: Path | None) -> list[str]:
+    """Return the training flags of a run, without the options of its loss."""
     argv = ["--train-data", "unused.tar", "--model", run.model, "--batch-size", str(run.batch_size), *_FLAGS.split()]
-    if weights is not None:
-        argv += ["--pretrained", str(weights)]
-    if "lora_rank" in run.setting:
-        argv += ["--lora-rank", str(run.setting["lora_rank"])]
-    return resolve(flags.parse(argv))
+    argv += ["--loss", run.setting["loss"], "--lr", str(run.lr), "--epochs", str(run.epochs), "--seed", str(run.seed)]
+    argv += [] if weights is None else ["--pretrained", str(weights)]
+    return argv + (["--lora-rank", str(run.setting["lora_rank"])] if "lora_rank" in run.setting else [])
 
 
 def environment() -> dict[str, str]:
@@ -301,13 +337,13 @@ def run_all(
     grid: Mapping[str, Any],
     data: Path,
     path: Path,
-    pool: TaskPool,
+    workers: int,
     reference: Path | None = None,
     weights: Path | None = None,
 ) -> list[str]:
     """Execute all runs of a grid; return the errors of failed runs."""
     add_model_configs()
-    results = ResultsFile(path)
+    results = Trials(path)
 
     def pending_tasks() -> dict[str, Any]:
         measured = grid.get("estimation_error", 0)
@@ -319,7 +355,7 @@ def run_all(
         outcome = f"a run failed: {failure.strip()}"
         if row is not None:
             outcome = f"{row['schedule']}, {row['family']}, seed {row['seed']}: val {row['val']['mean']:.4f}"
-        print(f"{name}: {outcome}; {len(results.rows)} runs finished", flush=True)
+        print(f"{name}: {outcome}; {len(results.done)} runs finished", flush=True)
 
     loaded = load_data(data, grid["model"])
     digest = loaded.digest
@@ -327,7 +363,7 @@ def run_all(
         digest += f", from {hashlib.sha256(weights.read_bytes()).hexdigest()[:12]}"
     if reference is not None:
         loaded = replace(loaded, reference=EmbeddingStore.open(reference, loaded.num_samples))
-    pool.work_off(pending_tasks, keep)
+    ProcessPool(workers).work_off(pending_tasks, keep)
     return [row["failed"] for row in results.failed.values()]
 
 
@@ -339,18 +375,12 @@ def main(argv: list[str]) -> None:
         "--results", type=output_path, required=True, help="JSON lines file to which finished runs are added"
     )
     parser.add_argument("--workers", type=int, default=2, help="number of parallel runs, each on one core or GPU")
-    parser.add_argument("--executor", choices=("local", "slurm"), default="local", help="slurm: one job per run")
-    parser.add_argument(
-        "--slurm", default="", help="SLURM parameters of the jobs, such as partition=gpu,gpus_per_node=1"
-    )
     parser.add_argument("--start", type=Path, metavar="FILE", help="file with the initial weights of all models")
     parser.add_argument("--reference", type=Path, help="folder with embeddings of the training data")
     args = parser.parse_args(argv)
     with held(args.results.parent, f".{args.results.name}.lock"):
         grid = json.loads(args.grid.read_text())
-        jobs = args.results.with_suffix(".jobs")
-        pool = make_pool(args.executor, args.workers, jobs, args.slurm)
-        failures = run_all(grid, args.data, args.results, pool, args.reference, args.start)
+        failures = run_all(grid, args.data, args.results, args.workers, args.reference, args.start)
     if failures:
         sys.exit(f"{len(failures)} runs failed. Repeat the command to run them again")
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from openclip_ext.cli import command_line
-from openclip_ext.compare.decoded_data import Cache, Tokens
+from openclip_ext.compare.decoded import KnownTexts
 from openclip_ext.data.reference import ABOUT, IMAGES, TEXTS
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.model import build_model
-from scripts.experiments.grid import GridRun, config_of, contests, load_data, score
+from scripts.experiments.grid import GridRun, contests, load_data, score
 
 
 def main(argv: list[str]) -> None:
@@ -36,12 +36,12 @@ def main(argv: list[str]) -> None:
     add_model_configs()
     grid = json.loads(args.grid.read_text())
     data, of = load_data(args.data, grid["model"]), load_data(args.of, grid["model"])
-    assert data.tokens is not None and of.tokens is not None and isinstance(of.train, Cache)
-    texts = (*data.tokens.texts, *of.tokens.texts)
-    data = replace(data, tokens=Tokens.of(texts, open_clip.get_tokenizer(grid["model"])))
+    assert data.texts is not None and of.texts is not None and of.train is not None
+    texts = (*data.texts.texts, *of.texts.texts)
+    data = replace(data, texts=KnownTexts(texts, open_clip.get_tokenizer(grid["model"])))
     (contest,) = contests(grid, data.digest).values()
     ((run,),) = contest.families.values()
-    training = GridRun(config_of(run), data, run, torch.device("cpu"))
+    training = GridRun(data, run, torch.device("cpu"))
     for step in training.run_steps():
         if step % 500 == 0:
             print(f"step {step} of {training.steps}", flush=True)
@@ -64,12 +64,12 @@ def main(argv: list[str]) -> None:
 
 def whole_state(training: GridRun) -> dict[str, Tensor]:
     """Return the full model's weights. Tokens and positions that do not occur in the run's texts keep initial weights."""
-    state = build_model(training.config.model, training.device, training.run.seed).model.state_dict()
+    state = build_model(training.plan.model, training.device, training.run.seed).model.state_dict()
     for name, value in training.model.state_dict().items():
         if state[name].shape == value.shape:
             state[name] = value
         elif name.endswith("token_embedding.weight"):
-            state[name][training.texts.vocabulary] = value
+            state[name][training.built.tokenizer.vocabulary] = value
         else:
             state[name][: len(value)] = value
     return state

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from openclip_ext.cli import command_line
-from openclip_ext.compare.runs import Contest, Results, read_results
+from openclip_ext.compare.trials import Results, read_results
 from openclip_ext.evaluation.statistics import seeds_interval
 from openclip_ext.pages.rendering import markdown_table
-from scripts.experiments.grid import contests, data_digest
+from scripts.experiments.grid import Contest, contests, data_digest
 
 
 def recall(scores: Mapping[str, float]) -> float:

@@ -8,8 +8,8 @@ import open_clip
 import pytest
 import torch
 
-from openclip_ext.compare.decoded_data import PilotData
-from openclip_ext.compare.runs import read_results
+from openclip_ext.compare.data import StudyData
+from openclip_ext.compare.trials import read_results
 from openclip_ext.model_configs import add_model_configs
 from scripts.experiments import grid as grids
 from scripts.experiments.grid import averaged, contests, load_data, pending, shifted
@@ -52,7 +52,7 @@ def write_splits(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(folder: Path) -> PilotData:
+def data(folder: Path) -> StudyData:
     add_model_configs()
     return load_data(folder, "demo-resnet")
 
@@ -75,14 +75,14 @@ def test_images_are_halved_and_shifted(name: str):
     torch.testing.assert_close(moved[1, :, :, 1:], halved[1, :, :, :-1], rtol=1e-4, atol=1e-3)
 
 
-def train(data: PilotData, setting: dict, seed: int = 0, measured: int = 0) -> dict:
+def train(data: StudyData, setting: dict, seed: int = 0, measured: int = 0) -> dict:
     run = replace(pending(GRID, "data", {})[0], setting=setting, epochs=2, seed=seed)
     result = grids.train(data, run, torch.device("cpu"), lambda samples: None, measured)
     result["curve"] = [[samples, score] for samples, _, score in result["curve"]]
     return {name: value for name, value in result.items() if name not in ("seconds", "cpu_seconds")}
 
 
-def test_runs_start_from_weights_and_train_adapters_at_their_own_rate(folder: Path, data: PilotData, tmp_path: Path):
+def test_runs_start_from_weights_and_train_adapters_at_their_own_rate(folder: Path, data: StudyData, tmp_path: Path):
     model = open_clip.create_model("demo-vit")
     weights = tmp_path / "model.pt"
     torch.save(model.state_dict(), weights)
@@ -90,7 +90,7 @@ def test_runs_start_from_weights_and_train_adapters_at_their_own_rate(folder: Pa
     (run,) = contests(GRID | {"model": "demo-vit", "seeds": [0], "families": families}, "data")["short"].families["one"]
     assert run.lr == 0.5
     data = load_data(folder, "demo-vit")
-    training = grids.GridRun(grids.config_of(run, weights), data, run, torch.device("cpu"))
+    training = grids.GridRun(data, run, torch.device("cpu"), weights)
     *_, last = training.run_steps()
     assert last == 3
     before = model.state_dict()
@@ -111,7 +111,7 @@ def test_runs_start_from_weights_and_train_adapters_at_their_own_rate(folder: Pa
         {"loss": "openclip", "options": {"equal_captions": "mask"}, "captions": "name"},
     ],
 )
-def test_a_run_is_a_function_of_its_description(setting: dict, data: PilotData):
+def test_a_run_is_a_function_of_its_description(setting: dict, data: StudyData):
     first, again = (train(data, setting) for _ in range(2))
     assert first == again
     assert first["curve"][-1] == [24, first["val"]["mean"]]
@@ -120,7 +120,7 @@ def test_a_run_is_a_function_of_its_description(setting: dict, data: PilotData):
 
 
 @pytest.mark.parametrize("loss", ["openclip", "queueclip"])
-def test_the_estimation_error_is_measured_after_each_epoch_and_changes_nothing(loss: str, data: PilotData):
+def test_the_estimation_error_is_measured_after_each_epoch_and_changes_nothing(loss: str, data: StudyData):
     plain, measured = (train(data, {"loss": loss}, measured=samples) for samples in (0, 8))
     assert plain["test"] == measured["test"] and [point[0] for point in measured["curve"]] == [12, 24]
     for error in measured["estimation_errors"]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from openclip_ext.compare.runs import read_results
+from openclip_ext.compare.trials import read_results
 from scripts.experiments import curves, gains
 from scripts.experiments.tables import with_interval
 

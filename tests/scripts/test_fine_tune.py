@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from openclip_ext.compare.runs import read_results
+from openclip_ext.compare.trials import read_results
 from scripts.experiments import fine_tune
 from scripts.experiments.fine_tune import columns, next_run, own_at
 from tests.scripts.test_icons import read, write_collection

@@ -18,7 +18,7 @@ from pathlib import Path
 import open_clip
 import open_clip_train.main  # noqa: F401 - as the two below: each fork would import it
 
-import openclip_ext.compare.pilot
+import openclip_ext.compare.trial
 import openclip_ext.training.run  # noqa: F401
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.main import cli
