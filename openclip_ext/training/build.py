@@ -42,14 +42,17 @@ logger = get_logger(__name__)
 def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | None, start: Start) -> Trainer:
     """Build a training run, restore it from the checkpoint of ``start``, if any, and write the run's settings to ``folder``.
 
+    On the meta device, one process builds a run of any number of processes, without weights and embeddings of the data.
     Collective: all ranks call it. Raise UsageError for mistakes that only the parts can find.
     """
     assert plan.data is not None, "a run without training data only evaluates"
+    has_values = device.type != "meta"
+    weights = plan.model.weights if has_values else None
     source = build_source(plan.data)
     built = models.build_model(plan.model, device, plan.loading.seed)
     # A pretrained tag can change the preprocessing. Evaluations and exports use the flags in the run folder.
     flags = plan.stored_flags | compat.changed_preprocessing(built.model)
-    if plan.model.image_features is not None:
+    if plan.model.image_features is not None and has_values:
         source.image_features = _embedded(
             plan, built, source, Path(plan.model.image_features), built.model.visual, "--image-features"
         )
@@ -69,10 +72,10 @@ def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | No
     steps_per_epoch = loader.batches_per_epoch // plan.length.accum_freq
     steps = steps_per_epoch * plan.length.epochs
 
-    options = models.loss_options(plan.loss, steps, bool(plan.model.weights), reference)
+    options = models.loss_options(plan.loss, steps, bool(weights), reference)
     loss = models.build_loss(plan.loss, plan.model.name, built.model, loader.num_samples, device, reference, options)
-    check_combination(plan, loss, distributed.world_size(), compat.is_captioner(built.model))
-    models.initialize(built.model, loss, plan.model.weights, is_fresh=start.checkpoint is None)
+    check_combination(plan, loss, plan.world_size, compat.is_captioner(built.model))
+    models.initialize(built.model, loss, weights, is_fresh=start.checkpoint is None)
     model = parallel.distribute(built.model, plan.parallel, device, keep_whole=plan.evaluation.is_wanted)
     temperature_lr = _temperature_lr(plan, loss, steps)
     optimizer = create_optimizer(model, plan.optimizer, temperature_lr, loss.model_head())
@@ -95,7 +98,7 @@ def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | No
     steps_left = steps_per_epoch * (plan.length.epochs - position.epoch) - min(position.step_in_epoch, steps_per_epoch)
     if distributed.is_master():
         _log_settings(plan, options, start, identity, steps_left, device, reference.warning if reference else None)
-        _log_sizes(identity, built.model, loss, steps_per_epoch, plan.length.epochs)
+        _log_sizes(plan, identity, built.model, loss, steps_per_epoch)
     if folder is not None:
         if reference is not None:
             flags |= {"reference": str(reference.folder)}  # programs that read the run do not know ``start``
@@ -161,7 +164,7 @@ def _identity(plan: RunPlan, loader: AnyTrainLoader | RehearsalLoader, settings:
         model=plan.model.name,
         loss=plan.loss.name,
         num_samples=loader.num_samples,
-        global_batch=plan.loading.batch_size * plan.loading.accum_freq * distributed.world_size(),
+        global_batch=plan.loading.batch_size * plan.loading.accum_freq * plan.world_size,
         seed=plan.loading.seed,
         optimizer=" ".join([full_name(optimizer), *optimizer.kwargs, *excluded]),
         data=loader.index_digest if isinstance(loader, RehearsalLoader) else loader.source.index_digest,
@@ -187,7 +190,7 @@ def _log_settings(
     changed = restoring.changed_settings(start.checkpoint, identity)
     warnings = (
         changed and f"The run continues with changed settings: {'; '.join(changed)}.",
-        other_batch(plan, identity.global_batch, distributed.world_size()),
+        other_batch(plan, identity.global_batch, plan.world_size),
         *doubtful_settings(plan),
         slow_precision(plan, device),
         of_reference,
@@ -196,11 +199,11 @@ def _log_settings(
         logger.warning(warning)
 
 
-def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, steps: int, epochs: int) -> None:
-    batch = identity.global_batch
+def _log_sizes(plan: RunPlan, identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, steps: int) -> None:
+    batch, epochs = identity.global_batch, plan.length.epochs
     parameters = sum(parameter.numel() for parameter in model.parameters())
     state = sum(loss.state_size()) / 2**20
-    similarities = chunk_bytes(loss.views * (batch // distributed.world_size()), loss.views * batch) / 2**20
+    similarities = chunk_bytes(loss.views * (batch // plan.world_size), loss.views * batch) / 2**20
     logger.debug(f"Model:\n{model}")
     logger.info(f"Model {identity.model}: {parameters / 1e6:.1f} M parameters")
     logger.info(f"Data: {identity.num_samples} samples, {steps} steps of {batch} per epoch, {epochs} epochs")
