@@ -321,7 +321,8 @@ def main(argv: list[str]) -> None:
     names = [(folder, name) for folder in args.run for name in checkpoints_of(folder, args.checkpoint)]
     results: list[dict[str, Any]] = []
     for folder, name in names:
-        run = load_run(**vars(args) | {"run": folder, "checkpoint": name})
+        reading = {"device": args.device, "batch_size": args.batch_size, "workers": args.workers}
+        run = load_run(folder, name, args.train_data, **reading)
         refuse_without_normalizers(run.loss)
         if read_config(folder)["flags"]["single_source_batches"]:
             raise UsageError(
