@@ -12,7 +12,7 @@ import torch
 
 from openclip_ext import compat
 from openclip_ext.checkpoint.finding import checkpoint_file
-from openclip_ext.checkpoint.format import checksum, read
+from openclip_ext.checkpoint.format import TRAINED_KEY, checksum, read
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import MASK
@@ -29,7 +29,6 @@ from openclip_ext.files.writing import write_text
 from openclip_ext.losses import registry
 from openclip_ext.training.checkpoint.restoring import load_model, restore_loss, unmerged
 from openclip_ext.training.config import model_config
-from openclip_ext.training.ema import TRAINED_KEY
 from openclip_ext.training.lora import add_adapters
 
 # File with the origin of the embeddings of :func:`embed_training_set`.

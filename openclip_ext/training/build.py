@@ -1,7 +1,9 @@
 """Build a training run in the order of the data flow: index of the data, model, loader, loss, optimizer, evaluations."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,29 +14,25 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.similarities import chunk_bytes
-from openclip_ext.data.loader.build import build_source
-from openclip_ext.data.loader.rehearsal import RehearsalLoader, build_loader
-from openclip_ext.data.loader.single_source import AnyTrainLoader
+from openclip_ext.data.loader.build import build_loader, build_source
 from openclip_ext.data.reference import START, EmbeddingStore
 from openclip_ext.data.sources.source import Source
-from openclip_ext.evaluation.embed import write_embeddings
-from openclip_ext.evaluation.encoder import Encoder
-from openclip_ext.evaluation.models import weights_digest
-from openclip_ext.evaluation.results import config_digest
 from openclip_ext.training import model as models
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import restoring, saving
 from openclip_ext.training.checkpoint.finding import Start
 from openclip_ext.training.checks import check_combination, doubtful_settings, other_batch, slow_precision
 from openclip_ext.training.config import Config, RunPlan
-from openclip_ext.training.ema import ModelEma
-from openclip_ext.training.interpolation import SCORES_FILE
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
 from openclip_ext.training.runtime import run_folder
 from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 from openclip_ext.training.trainer import Trainer, stateful_parts
-from openclip_ext.training.validation import build_tasks
+
+if TYPE_CHECKING:
+    from openclip_ext.data.loader.rehearsal import RehearsalLoader
+    from openclip_ext.data.loader.single_source import AnyTrainLoader
+    from openclip_ext.training.validation import Scheduled
 
 logger = get_logger(__name__)
 
@@ -79,7 +77,11 @@ def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | No
     model = parallel.distribute(built.model, plan.parallel, device, keep_whole=plan.evaluation.is_wanted)
     temperature_lr = _temperature_lr(plan, loss, steps)
     optimizer = create_optimizer(model, plan.optimizer, temperature_lr, loss.model_head())
-    ema = None if plan.step.model_ema_decay is None else ModelEma(model, plan.step.model_ema_decay)
+    ema = None
+    if plan.step.model_ema_decay is not None:
+        from openclip_ext.training.ema import ModelEma
+
+        ema = ModelEma(model, plan.step.model_ema_decay)
     if plan.parallel.compile_loss:
         loss.compile()
     step = TrainStep(
@@ -105,6 +107,11 @@ def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | No
         content = run_folder.Settings(config.words, flags, plan.loss.name, options, position.step + steps_left)
         is_new = steps_left > 0 or start.checkpoint is None  # a run that is finished already keeps its settings
         distributed.on_master(lambda: _begin_folder(plan, folder, position, start, content if is_new else None))
+    tasks: Sequence[Scheduled] = ()
+    if plan.evaluation.frequencies:
+        from openclip_ext.training.validation import build_tasks
+
+        tasks = build_tasks(plan.evaluation, built, plan.step, getattr(loader, "held_out", None))
     reporting = plan.reporting, position.step, steps_left, steps_per_epoch, flags, loss.steers
     return Trainer(
         step=step,
@@ -114,7 +121,7 @@ def build(config: Config, plan: RunPlan, device: torch.device, folder: Path | No
         policy=plan.saving,
         identity=identity,
         reporter=Reporter(folder, *reporting),
-        tasks=build_tasks(plan.evaluation, built, plan.step, getattr(loader, "held_out", None)),
+        tasks=tasks,
         position=position,
     )
 
@@ -127,6 +134,11 @@ def _embedded(
     ``of`` is the part of the model whose weights identify them, and ``flag`` set ``output``. Training data with other
     weights are refused.
     """
+    from openclip_ext.evaluation.embed import write_embeddings
+    from openclip_ext.evaluation.encoder import Encoder
+    from openclip_ext.evaluation.models import weights_digest
+    from openclip_ext.evaluation.results import config_digest
+
     assert plan.data is not None
     spec = replace(plan.data, reference=None)
     of_model = {
@@ -156,7 +168,7 @@ def _temperature_lr(plan: RunPlan, loss: ContrastiveLoss, steps: int) -> float |
     return rate
 
 
-def _identity(plan: RunPlan, loader: AnyTrainLoader | RehearsalLoader, settings: dict[str, object]) -> RunIdentity:
+def _identity(plan: RunPlan, loader: "AnyTrainLoader | RehearsalLoader", settings: dict[str, object]) -> RunIdentity:
     lora, optimizer = plan.model.lora, plan.optimizer
     # A checkpoint stores the optimizer's state by position, and these patterns determine the order of the parameters.
     excluded = [f"--wd-exclude {glob}" for glob in sorted(optimizer.decay_excluded)]
@@ -167,7 +179,7 @@ def _identity(plan: RunPlan, loader: AnyTrainLoader | RehearsalLoader, settings:
         global_batch=plan.loading.batch_size * plan.loading.accum_freq * plan.world_size,
         seed=plan.loading.seed,
         optimizer=" ".join([full_name(optimizer), *optimizer.kwargs, *excluded]),
-        data=loader.index_digest if isinstance(loader, RehearsalLoader) else loader.source.index_digest,
+        data=getattr(loader, "index_digest", loader.source.index_digest),  # with rehearsal, of both data sets
         lora=f"rank {lora.rank}, alpha {lora.scale:g}, targets {lora.targets}" if lora.rank else None,
         settings=settings,
     )
@@ -223,7 +235,7 @@ def _begin_folder(
         if settings is not None:
             run_folder.write_settings(folder, settings)
             models.write_model_config(plan.model, folder)
-            (folder / SCORES_FILE).unlink(missing_ok=True)  # of an earlier end of the run
+            (folder / run_folder.SCORES_FILE).unlink(missing_ok=True)  # of an earlier end of the run
         if start.checkpoint is None:
             (folder / run_folder.SAVED).unlink(missing_ok=True)
         for unreadable in start.unreadable:

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from openclip_ext.compare.runs import read_results
 from scripts.experiments import gains
 from scripts.experiments.tables import with_interval
