@@ -22,7 +22,8 @@ from openclip_ext.cli.messages import say
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.reference import START
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, Source, decode_image
-from openclip_ext.diagnostics.plan import Plan, add_machine_flags, build_on_meta, run_to_plan
+from openclip_ext.diagnostics.meta_run import add_machine_flags, build_on_meta, run_to_plan
+from openclip_ext.diagnostics.plan import Plan
 from openclip_ext.training.config import Config, RunPlan
 from openclip_ext.training.runtime import run_folder
 

@@ -4,59 +4,28 @@ The plan needs no GPUs and no data. It builds the run on the meta device, where 
 model and loss there (see ``dry_run.py``). The plan does not include memory that libraries reserve.
 """
 
-import argparse
-import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-
-import torch
 
 from openclip_ext import compat
 from openclip_ext.cli import command_line
 from openclip_ext.cli.command_line import count
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.diagnostics.dry_run import activation_bytes, all_reduce_bytes, dry_run
-from openclip_ext.model_configs import add_model_configs
+from openclip_ext.diagnostics.meta_run import META, add_machine_flags, build_on_meta, run_to_plan
 from openclip_ext.state.sharded_table import shard_bounds
-from openclip_ext.training.build import build
-from openclip_ext.training.checkpoint.finding import Start
-from openclip_ext.training.checks import check
-from openclip_ext.training.config import Config, RunPlan
-from openclip_ext.training.flags import parse
+from openclip_ext.training.config import RunPlan
 from openclip_ext.training.model import build_loss, loss_options
 from openclip_ext.training.parser import chosen
-from openclip_ext.training.plan import ONE_PROCESS, plan_run
 from openclip_ext.training.trainer import Trainer
 
-META = torch.device("meta")
 LARGEST_WORLD = 1024
 _GIB, _MIB = 2**30, 2**20
 # Values per parameter: the parameter, its gradient and AdamW's two moments. DDP's gradient buckets add one.
 _PARAMETER_COPIES, _DDP_PARAMETER_COPIES = 4, 5
 # With these options, OpenCLIP's loss on several ranks is exact, and no rank needs the full similarity matrix.
 _OPENCLIP_OPTIONS = {"local_loss": True, "gather_with_grad": True}
-
-
-def run_to_plan(argv: list[str], world_size: int) -> tuple[Config, RunPlan]:
-    """Return what the user typed, and the plan of a run with these flags of ``train`` on ``world_size`` ranks.
-
-    Raise UsageError for mistakes that a run finds before it builds anything.
-    """
-    add_model_configs()
-    config = parse(argv)
-    run = plan_run(config, ONE_PROCESS | {"world_size": world_size, "distributed": world_size > 1})
-    check(run)
-    loading = replace(run.loading, rank=0, world_size=world_size)
-    return config, replace(run, loading=loading, reporting=replace(run.reporting, destinations=frozenset()))
-
-
-def build_on_meta(config: Config, run: RunPlan) -> Trainer:
-    """Build a run like the training program, but without memory for its tensors, and without files."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as PyTorch's warning about more workers than cores of this machine
-        return build(config, run, META, None, Start())
 
 
 class Plan:
@@ -196,20 +165,6 @@ def main(argv: list[str]) -> None:
         raise UsageError("the number of samples is unknown: give --samples or --train-data")
     for line in Plan(run, build_on_meta(config, run), own.gpu_memory).report():
         print(line)
-
-
-def add_machine_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world-size", type=count, default=1, help="number of GPUs (default: %(default)s)")
-    here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9
-    help = "memory of a GPU in GB (default: memory of this machine's GPU, or 80 if there is none)"
-    parser.add_argument("--gpu-memory", type=_gigabytes, default=here, metavar="GB", help=help)
-
-
-def _gigabytes(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: expected a positive number of GB")
-    return value * 1e9
 
 
 if __name__ == "__main__":

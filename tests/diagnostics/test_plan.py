@@ -17,6 +17,7 @@ from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.model import set_training_mode
 from openclip_ext.diagnostics import plan
 from openclip_ext.diagnostics.dry_run import PeakMemory, activation_bytes, dry_run
+from openclip_ext.diagnostics.meta_run import META, build_on_meta, run_to_plan
 from openclip_ext.losses.registry import create_loss, list_losses
 from openclip_ext.training.guard import StepGuard
 from openclip_ext.training.model import BuiltModel, build_model
@@ -25,7 +26,7 @@ from openclip_ext.training.step import StepSettings, TrainStep
 from tests.distributed.pool import two_ranks
 from tests.training.tiny import BATCH, OPTIMIZER, WIDTH, parts_of, prepare, tensors, tiny_batch, tiny_model
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
 # Every loss with some options, and additional combinations of parts.
 CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in list_losses()},
@@ -40,8 +41,8 @@ SAMPLES, PLAIN = 1000, "--dataset-type synthetic --model demo-vit --precision fp
 def planned(flags: str, world_size: int = 1, samples: int = SAMPLES) -> plan.Plan:
     """Return the plan of a run with these flags of training and a batch of :data:`BATCH` per rank."""
     size = f"--train-num-samples {samples} --batch-size {BATCH}"
-    config, run = plan.run_to_plan(f"{PLAIN} {size} {flags}".split(), world_size)
-    return plan.Plan(run, plan.build_on_meta(config, run), 1e12)
+    config, run = run_to_plan(f"{PLAIN} {size} {flags}".split(), world_size)
+    return plan.Plan(run, build_on_meta(config, run), 1e12)
 
 
 def create(name: str, **more: Any) -> ContrastiveLoss:
@@ -162,7 +163,7 @@ def allocated(built: BuiltModel, precision: str, views: int) -> int:
     ],
 )
 def test_activations_are_what_a_pass_allocates(flags: str, views: int):
-    _, run = plan.run_to_plan([*PLAIN.split(), *flags.split()], 1)
+    _, run = run_to_plan([*PLAIN.split(), *flags.split()], 1)
     meta, real = (build_model(run.model, device, seed=0) for device in (META, CPU))
     (needed,) = activation_bytes(meta.model, [24], run.step.precision, views)
     assert needed == pytest.approx(allocated(real, run.step.precision, views), rel=0.02)
