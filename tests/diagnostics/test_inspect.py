@@ -19,12 +19,10 @@ from torch import Tensor
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.reference import EmbeddingStore
-from openclip_ext.data.sources.csv import CsvSource
 from openclip_ext.diagnostics.finished_run import embed_training_set, load_run
 from openclip_ext.diagnostics.inspect import __main__ as inspect
 from openclip_ext.diagnostics.inspect import findings
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
-from openclip_ext.diagnostics.inspect.outputs import read_samples
 from openclip_ext.evaluation.embed import main as write_reference
 from openclip_ext.evaluation.encoder import Embeddings, Encoder, tables
 from openclip_ext.files.writing import held
@@ -275,13 +273,6 @@ def test_a_public_model_is_inspected_before_any_training(trained, shards, tmp_pa
         pair[1] for pair in found["categories"]["duplicates"]["found"]
     }
     assert len(left_out) or not found["categories"]["duplicates"]["count"]
-
-
-def test_captions_are_cut_as_in_training(tmp_path):
-    (tmp_path / "rows.csv").write_text(f"filepath,title\nimage.png,{'a' * 5000}\n")
-    source = CsvSource(str(tmp_path / "rows.csv"), "filepath", "title", ",")
-    samples, _ = read_samples(source, {"hardest": Found(1, np.array([[0]]), np.array([1.0]))}, show=0)
-    assert len(samples[0].caption) == 4000
 
 
 def test_embeddings_are_kept_for_the_next_look(inspected, trained, tmp_path, monkeypatch):

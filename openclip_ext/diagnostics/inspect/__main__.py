@@ -106,7 +106,10 @@ def _inspect(
                 f"--leave-out excludes {excluded:,} of {kept:,} samples ({excluded / kept:.0%}): look at the least certain "
                 f"pairs in {folder / _RESULTS[0]}, or set a stricter threshold"
             )
-        print(_about_manifest(args.write_manifest, manifest, changed, run.global_batch))
+        print(
+            f"{args.write_manifest} excludes {len(changed.left_out):,} of {changed.num_samples:,} samples ({excluded:,} more "
+            "than before). To continue, add --manifest with this file and --resume latest to the training command"
+        )
 
 
 def _categories(text: str) -> list[str]:
@@ -160,17 +163,6 @@ def _to_leave_out(found: dict[str, Found], names: list[str]) -> set[int]:
             )
         chosen |= category.redundant() if name in PAIRS else set(category.samples[:, 0].tolist())
     return chosen
-
-
-def _about_manifest(path: Path, before: Manifest, after: Manifest, global_batch: int) -> str:
-    kept = [manifest.num_samples - len(manifest.left_out) for manifest in (before, after)]
-    batches = [f"{samples // global_batch:,}" for samples in kept]
-    return (
-        f"{path} excludes {len(after.left_out):,} of {after.num_samples:,} samples ({kept[0] - kept[1]:,} more than "
-        f"before); no index changes. An epoch has {batches[1]} batches of {global_batch:,} instead of {batches[0]}. To "
-        f"continue, add --manifest {path} --resume latest to the training command. If the latest checkpoint is mid-epoch, "
-        "add --resume with the checkpoint of a full epoch instead, and another --name"
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
