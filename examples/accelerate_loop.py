@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import openclip_ext
 from openclip_ext.data import with_index
-from openclip_ext.integrations.accelerate import prepare
+from openclip_ext.integrations.model_loss import ModelLoss
 
 
 def main() -> None:
@@ -33,8 +33,14 @@ def main() -> None:
     model, *_ = create_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     loader = DataLoader(train, BATCH, shuffle=True, drop_last=True)
-    loss = openclip_ext.create_loss("fastclip", embed_dim=64, num_samples=len(train), epochs=args.epochs)
-    model, optimizer, loader, loss = prepare(accelerator, model, optimizer, loader, loss)
+    loss = ModelLoss(
+        openclip_ext.create_loss("fastclip", embed_dim=64, num_samples=len(train), epochs=args.epochs), model
+    )
+    # Without drop_last=True in the loader, several processes would repeat samples at the end of an epoch.
+    loss.check_loop(accelerator.gradient_accumulation_steps, repeats=False)
+    loss.separate_rate(optimizer)
+    accelerator.register_for_checkpointing(loss)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     set_seed(0)
     first = 0
     if args.resume:

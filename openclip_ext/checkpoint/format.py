@@ -32,6 +32,8 @@ from openclip_ext.cli.errors import UsageError, one_line
 LATEST = "epoch_latest"
 CHECKSUMS = "checksums.json"
 ADAPTER = ".lora"
+# Keys of a model file: the trained weights next to a ``state_dict`` with their average, and states with unmerged adapters.
+TRAINED_KEY, UNMERGED = "trained_state_dict", "unmerged"
 NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
 
 

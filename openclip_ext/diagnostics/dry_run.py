@@ -6,12 +6,11 @@ The loss and the model of the run process meta tensors, which have sizes but no 
 import contextlib
 import functools
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import open_clip
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,42 +19,25 @@ from torch.utils._pytree import tree_leaves
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import set_training_mode
 from openclip_ext.training.guard import StepGuard
-
-ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND = "all-gather", "all-reduce", "reduce-scatter", "send"
-PRECISIONS = ("fp32", "amp", "amp_bf16")
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """Communication and memory of a step of the loss.
-
-    Attributes:
-        exchanged: Bytes by kind of communication: the size of the result (all-gather) or of the input (other kinds).
-        work_bytes: Peak memory that the loss allocates in the forward and backward pass, without the inputs.
-    """
-
-    exchanged: Mapping[str, float]
-    work_bytes: int
-
-
-def sent_bytes(exchanged: Mapping[str, float], world_size: int) -> float:
-    """Return the bytes that each rank sends with ring algorithms. No all-gather or all-reduce can send fewer bytes."""
-    share = (world_size - 1) / world_size
-    factors = {ALL_GATHER: share, REDUCE_SCATTER: share, ALL_REDUCE: 2 * share, SEND: 1.0}
-    return sum(factors[kind] * size for kind, size in exchanged.items())
 
 
 def dry_run(
     create: Callable[[], ContrastiveLoss], local_batch: int, embed_dim: int, world_size: int, steps: int = 1
-) -> DryRun:
-    """Run the first training steps of an epoch on meta tensors. Return the mean communication and the peak memory of a step.
+) -> tuple[float, int]:
+    """Run the first training steps of an epoch on meta tensors. Return the mean communication of a step, and its memory.
 
-    ``create`` returns the loss of one rank, with state for any number of samples. ``local_batch`` is the number of samples
-    per rank (for a loss with two views, the number of images).
+    Args:
+        create: Function that returns the loss of one rank, with state for any number of samples.
+        local_batch: Number of samples per rank (for a loss with two views, the number of images).
+
+    Returns:
+        The bytes that a rank sends with ring algorithms (no all-gather or all-reduce can send fewer bytes), and the peak of
+        the bytes that the loss allocates in the forward and backward pass, without the inputs.
     """
-    exchanged: Counter[str] = Counter()
-    with _pretended_ranks(world_size, exchanged):
+    sent: list[float] = []
+    with _pretended_ranks(world_size, sent) if world_size > 1 else contextlib.nullcontext():
         loss = create().to("meta")
         loss.start_epoch(0)
         head = loss.model_head()
@@ -69,7 +51,7 @@ def dry_run(
                 distributed.all_reduce_max(torch.empty(2, device="meta"))  # as the check for non-finite gradients does
                 if head is not None:  # training/step.py also averages the gradients of projection heads
                     distributed.all_reduce_sum(torch.cat([parameter.flatten() for parameter in head.parameters()]))
-    return DryRun({kind: size / steps for kind, size in exchanged.items()}, memory.peak)
+    return sum(sent) / steps, memory.peak
 
 
 def _inputs(loss: ContrastiveLoss, local_batch: int, embed_dim: int) -> dict[str, Any]:
@@ -86,30 +68,24 @@ def _inputs(loss: ContrastiveLoss, local_batch: int, embed_dim: int) -> dict[str
 
 
 @contextlib.contextmanager
-def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]:
-    """Simulate rank 0 of several ranks inside the ``with`` block, and count the bytes that it would communicate."""
-
-    def note(kind: str, size: int) -> None:
-        if world_size > 1:
-            exchanged[kind] += size
+def _pretended_ranks(world_size: int, sent: list[float]) -> Iterator[None]:
+    """Simulate rank 0 of several ranks inside the ``with`` block, and append the bytes that it would send."""
 
     def all_gather(tensor: Tensor) -> Tensor:
-        note(ALL_GATHER, world_size * tensor.nbytes)
-        return tensor.detach().repeat(world_size, *[1] * (tensor.ndim - 1)) if world_size > 1 else tensor.detach()
+        sent.append((world_size - 1) * tensor.nbytes)
+        return tensor.detach().repeat(world_size, *[1] * (tensor.ndim - 1))
 
     def all_reduce(tensor: Tensor) -> Tensor:
-        note(ALL_REDUCE, tensor.nbytes)
+        sent.append(all_reduce_bytes(tensor.nbytes, world_size))
         return tensor.detach().clone()
 
     # OpenCLIP's losses call torch.distributed, not openclip_ext.distributed, and also communicate in the backward pass.
     def gather_with_gradient(tensor: Tensor) -> list[Tensor]:
-        note(ALL_GATHER, world_size * tensor.nbytes)
-        note(REDUCE_SCATTER, world_size * tensor.nbytes)
+        sent.append(2 * (world_size - 1) * tensor.nbytes)  # the backward pass is a reduce-scatter
         return [tensor * 1 for _ in range(world_size)]
 
     def exchange(left: int, right: int, *tensors: Tensor) -> Any:
-        for tensor in tensors:
-            note(SEND, 2 * tensor.nbytes)
+        sent.append(sum(2 * tensor.nbytes for tensor in tensors))
         received = tuple(tensor * 1 for tensor in tensors)
         return received if len(received) > 1 else received[0]
 
@@ -124,34 +100,39 @@ def _pretended_ranks(world_size: int, exchanged: Counter[str]) -> Iterator[None]
         yield
 
 
-def activation_bytes(
-    model: Any, batches: Sequence[int], precision: str = "fp32", grad_checkpointing: bool = False, views: int = 1
-) -> list[int]:
+def all_reduce_bytes(size: int, world_size: int) -> float:
+    """Return the bytes that each rank sends in an all-reduce of ``size`` bytes with a ring algorithm."""
+    return 2 * (world_size - 1) / world_size * size
+
+
+def activation_bytes(model: Any, batches: Sequence[int], precision: str = "fp32", views: int = 1) -> list[int]:
     """Return the peak bytes of a model's forward and backward pass, including the images, for each batch size.
 
-    ``model`` is on the meta device, with ``output_dict=True``. ``precision`` is one of :data:`PRECISIONS`. With two
-    ``views`` of each image, there are no texts.
+    Args:
+        model: A model on the meta device with ``output_dict=True``. Its tensors are replaced by CPU tensors without values.
+        precision: A value of ``--precision``.
+        views: 2 for a loss that compares two views of each image. There are then no texts.
     """
     autocast = compat.autocast_context(precision, torch.device("cpu"))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = model.to_empty(device="cpu").train()
-        model.set_grad_checkpointing(grad_checkpointing)
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter)
-        return [_peak_of_pass(model, batch, autocast, views) for batch in batches]
-
-
-def _peak_of_pass(model: Any, batch: int, autocast: Callable[[], contextlib.AbstractContextManager], views: int) -> int:
+    dtype = open_clip.get_input_dtype(precision) or torch.float32
     size = model.visual.image_size
-    images = torch.empty(batch * views, 3, *((size, size) if isinstance(size, int) else size))
-    texts = torch.empty(batch, model.context_length, dtype=torch.int64) if views == 1 else None
-    memory = PeakMemory()
-    with memory:
-        with autocast():
-            outputs = model(images, texts)
-        features = [outputs[name] for name in ("image_features", "text_features") if outputs.get(name) is not None]
-        torch.autograd.backward(features, [torch.empty_like(value) for value in features])
-    return memory.peak + images.nbytes
+    peaks = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model.to_empty(device="cpu")
+        set_training_mode(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        for batch in batches:
+            images = torch.empty(batch * views, 3, *((size, size) if isinstance(size, int) else size), dtype=dtype)
+            texts = torch.empty(batch, model.context_length, dtype=torch.int64) if views == 1 else None
+            with PeakMemory() as memory:
+                with autocast():
+                    outputs = model(images, texts)
+                features = [outputs.get(name) for name in ("image_features", "text_features")]
+                trained = [value for value in features if value is not None and value.requires_grad]
+                torch.autograd.backward(trained, [torch.empty_like(value) for value in trained])
+            peaks.append(memory.peak + images.nbytes)
+    return peaks
 
 
 class PeakMemory(TorchDispatchMode):

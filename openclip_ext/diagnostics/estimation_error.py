@@ -7,7 +7,7 @@ the baseline. The program can measure several checkpoints and runs, as in NeuCLI
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -173,21 +173,12 @@ def measure(
     """
     refuse_without_normalizers(loss)
     image, text = _pairs(image, text)
-    if batch_size < 2 or batch_size > len(image):
-        raise ValueError(f"batch_size={batch_size}: expected from 2 to the number of samples, {len(image)}")
-    _check_embeddings(image, text)
-    index = torch.arange(len(image)) if index is None else torch.as_tensor(index)
     scale = torch.as_tensor(logit_scale, dtype=torch.float64, device=device)
-    if not 0 < scale < math.inf:
-        raise ValueError(f"logit_scale={scale.item():g}: expected 1/temperature. Pass model.logit_scale.exp()")
+    _check_inputs(image, text, batch_size, scale)
+    index = torch.arange(len(image)) if index is None else torch.as_tensor(index)
     total = min(anchors, len(image))
     order = torch.randperm(len(image), generator=torch.Generator().manual_seed(seed))
-    exact_of = partial(
-        exact_log_normalizers,
-        # OpenCLIP's losses have no ε.
-        eps=loss.objective.eps if isinstance(loss, GlobalContrastiveLoss) else 0.0,
-        include_positive=batch_size if loss.normalizers_include_positive else None,
-    )
+    exact_of = _exact_for(loss, batch_size)
     alpha, minibatch, tau = [], [], []
     for first in range(0, total, batch_size):
         rows = order[torch.arange(first, first + batch_size) % len(order)]
@@ -199,10 +190,8 @@ def measure(
         minibatch.append(exact_of(*batch[:2], own, tau[-1]))
     all_tau = torch.cat(tau, dim=1)
     exact = exact_of(image, text, order[:total].to(device), all_tau)
-    # OpenCLIP's losses only have the mini-batch estimate. Other estimands are not the quantity that ``exact`` contains.
-    has_own = isinstance(loss, GlobalContrastiveLoss) and loss.objective.estimand in (NEGATIVES_MEAN, PARTITION_MEAN)
     return EstimationError(
-        estimator=Error.of(torch.cat(alpha, dim=1), exact) if has_own else None,
+        estimator=Error.of(torch.cat(alpha, dim=1), exact) if _has_estimator(loss) else None,
         minibatch=Error.of(torch.cat(minibatch, dim=1), exact),
         anchors=total,
         samples=len(image),
@@ -211,8 +200,27 @@ def measure(
     )
 
 
-def _check_embeddings(image: Tensor, text: Tensor) -> None:
-    """Raise ValueError if an embedding is not finite or not of unit norm."""
+def _exact_for(loss: ContrastiveLoss, batch_size: int) -> Callable[..., Tensor]:
+    """Return :func:`exact_log_normalizers` for the quantity that a loss estimates with batches of a size."""
+    return partial(
+        exact_log_normalizers,
+        # OpenCLIP's losses have no ε.
+        eps=loss.objective.eps if isinstance(loss, GlobalContrastiveLoss) else 0.0,
+        include_positive=batch_size if loss.normalizers_include_positive else None,
+    )
+
+
+def _has_estimator(loss: ContrastiveLoss) -> bool:
+    # OpenCLIP's losses only have the mini-batch estimate. Other estimands are not the quantity that is computed exactly.
+    return isinstance(loss, GlobalContrastiveLoss) and loss.objective.estimand in (NEGATIVES_MEAN, PARTITION_MEAN)
+
+
+def _check_inputs(image: Tensor, text: Tensor, batch_size: int, scale: Tensor) -> None:
+    """Raise ValueError if an embedding is not finite or not of unit norm, or if another input of `measure` is out of range."""
+    if batch_size < 2 or batch_size > len(image):
+        raise ValueError(f"batch_size={batch_size}: expected from 2 to the number of samples, {len(image)}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"logit_scale={scale.item():g}: expected 1/temperature. Pass model.logit_scale.exp()")
     broken = sum(int((~torch.isfinite(side).all(dim=1)).sum()) for side in (image, text))
     if broken:
         raise ValueError(f"{broken} of {2 * len(image)} embeddings are not finite: use an earlier checkpoint")
@@ -321,7 +329,8 @@ def main(argv: list[str]) -> None:
     names = [(folder, name) for folder in args.run for name in checkpoints_of(folder, args.checkpoint)]
     results: list[dict[str, Any]] = []
     for folder, name in names:
-        run = load_run(**vars(args) | {"run": folder, "checkpoint": name})
+        reading = {"device": args.device, "batch_size": args.batch_size, "workers": args.workers}
+        run = load_run(folder, name, args.train_data, **reading)
         refuse_without_normalizers(run.loss)
         if read_config(folder)["flags"]["single_source_batches"]:
             raise UsageError(

@@ -1,7 +1,9 @@
 """Build a training run in the order of the data flow: index of the data, model, loader, loss, optimizer, evaluations."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,29 +14,25 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.contrastive.similarities import chunk_bytes
-from openclip_ext.data.loader.build import build_source
-from openclip_ext.data.loader.rehearsal import RehearsalLoader, build_loader
-from openclip_ext.data.loader.single_source import AnyTrainLoader
+from openclip_ext.data.loader.build import build_loader, build_source
 from openclip_ext.data.reference import START, EmbeddingStore
 from openclip_ext.data.sources.source import Source
-from openclip_ext.evaluation.embed import write_embeddings
-from openclip_ext.evaluation.encoder import Encoder
-from openclip_ext.evaluation.models import weights_digest
-from openclip_ext.evaluation.results import config_digest
 from openclip_ext.training import model as models
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import restoring, saving
 from openclip_ext.training.checkpoint.finding import Start
 from openclip_ext.training.checks import check_combination, doubtful_settings, other_batch, slow_precision
 from openclip_ext.training.config import Config, RunPlan
-from openclip_ext.training.ema import ModelEma
-from openclip_ext.training.interpolation import SCORES_FILE
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
 from openclip_ext.training.runtime import run_folder
 from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 from openclip_ext.training.trainer import Trainer, stateful_parts
-from openclip_ext.training.validation import build_tasks
+
+if TYPE_CHECKING:
+    from openclip_ext.data.loader.rehearsal import RehearsalLoader
+    from openclip_ext.data.loader.single_source import AnyTrainLoader
+    from openclip_ext.training.validation import Scheduled
 
 logger = get_logger(__name__)
 
@@ -50,15 +48,18 @@ def build(
 ) -> Trainer:
     """Build a training run, restore it from the checkpoint of ``start``, if any, and write the run's settings to ``folder``.
 
-    A program that performs many runs can give their data ``source`` and the ``built`` model. Collective: all ranks call it.
-    Raise UsageError for mistakes that only the parts can find.
+    A program that performs many runs can give their data ``source`` and the ``built`` model. On the meta device, one process
+    builds a run of any number of processes, without weights and embeddings of the data. Collective: all ranks call it. Raise
+    UsageError for mistakes that only the parts can find.
     """
     assert plan.data is not None, "a run without training data only evaluates"
+    has_values = device.type != "meta"
+    weights = plan.model.weights if has_values else None
     source = build_source(plan.data) if source is None else source
     built = models.build_model(plan.model, device, plan.loading.seed) if built is None else built
     # A pretrained tag can change the preprocessing. Evaluations and exports use the flags in the run folder.
     flags = plan.stored_flags | compat.changed_preprocessing(built.model)
-    if plan.model.image_features is not None:
+    if plan.model.image_features is not None and has_values:
         source.image_features = _embedded(
             plan, built, source, Path(plan.model.image_features), built.model.visual, "--image-features"
         )
@@ -78,14 +79,18 @@ def build(
     steps_per_epoch = loader.batches_per_epoch // plan.length.accum_freq
     steps = steps_per_epoch * plan.length.epochs
 
-    options = models.loss_options(plan.loss, steps, bool(plan.model.weights), reference)
+    options = models.loss_options(plan.loss, steps, bool(weights), reference)
     loss = models.build_loss(plan.loss, plan.model.name, built.model, loader.num_samples, device, reference, options)
-    check_combination(plan, loss, distributed.world_size(), compat.is_captioner(built.model))
-    models.initialize(built.model, loss, plan.model.weights, is_fresh=start.checkpoint is None)
+    check_combination(plan, loss, plan.world_size, compat.is_captioner(built.model))
+    models.initialize(built.model, loss, weights, is_fresh=start.checkpoint is None)
     model = parallel.distribute(built.model, plan.parallel, device, keep_whole=plan.evaluation.is_wanted)
     temperature_lr = _temperature_lr(plan, loss, steps)
     optimizer = create_optimizer(model, plan.optimizer, temperature_lr, loss.model_head())
-    ema = None if plan.step.model_ema_decay is None else ModelEma(model, plan.step.model_ema_decay)
+    ema = None
+    if plan.step.model_ema_decay is not None:
+        from openclip_ext.training.ema import ModelEma
+
+        ema = ModelEma(model, plan.step.model_ema_decay)
     if plan.parallel.compile_loss:
         loss.compile()
     step = TrainStep(
@@ -104,13 +109,18 @@ def build(
     steps_left = steps_per_epoch * (plan.length.epochs - position.epoch) - min(position.step_in_epoch, steps_per_epoch)
     if distributed.is_master():
         _log_settings(plan, options, start, identity, steps_left, device, reference.warning if reference else None)
-        _log_sizes(identity, built.model, loss, steps_per_epoch, plan.length.epochs)
+        _log_sizes(plan, identity, built.model, loss, steps_per_epoch)
     if folder is not None:
         if reference is not None:
             flags |= {"reference": str(reference.folder)}  # programs that read the run do not know ``start``
         content = run_folder.Settings(config.words, flags, plan.loss.name, options, position.step + steps_left)
         is_new = steps_left > 0 or start.checkpoint is None  # a run that is finished already keeps its settings
         distributed.on_master(lambda: _begin_folder(plan, folder, position, start, content if is_new else None))
+    tasks: Sequence[Scheduled] = ()
+    if plan.evaluation.frequencies:
+        from openclip_ext.training.validation import build_tasks
+
+        tasks = build_tasks(plan.evaluation, built, plan.step, getattr(loader, "held_out", None))
     reporting = plan.reporting, position.step, steps_left, steps_per_epoch, flags, loss.steers
     return Trainer(
         step=step,
@@ -120,7 +130,7 @@ def build(
         policy=plan.saving,
         identity=identity,
         reporter=Reporter(folder, *reporting),
-        tasks=build_tasks(plan.evaluation, built, plan.step, getattr(loader, "held_out", None)),
+        tasks=tasks,
         position=position,
     )
 
@@ -133,6 +143,11 @@ def _embedded(
     ``of`` is the part of the model whose weights identify them, and ``flag`` set ``output``. Training data with other
     weights are refused.
     """
+    from openclip_ext.evaluation.embed import write_embeddings
+    from openclip_ext.evaluation.encoder import Encoder
+    from openclip_ext.evaluation.models import weights_digest
+    from openclip_ext.evaluation.results import config_digest
+
     assert plan.data is not None
     spec = replace(plan.data, reference=None)
     of_model = {
@@ -162,7 +177,7 @@ def _temperature_lr(plan: RunPlan, loss: ContrastiveLoss, steps: int) -> float |
     return rate
 
 
-def _identity(plan: RunPlan, loader: AnyTrainLoader | RehearsalLoader, settings: dict[str, object]) -> RunIdentity:
+def _identity(plan: RunPlan, loader: "AnyTrainLoader | RehearsalLoader", settings: dict[str, object]) -> RunIdentity:
     lora, optimizer = plan.model.lora, plan.optimizer
     # A checkpoint stores the optimizer's state by position, and these patterns determine the order of the parameters.
     excluded = [f"--wd-exclude {glob}" for glob in sorted(optimizer.decay_excluded)]
@@ -170,10 +185,10 @@ def _identity(plan: RunPlan, loader: AnyTrainLoader | RehearsalLoader, settings:
         model=plan.model.name,
         loss=plan.loss.name,
         num_samples=loader.num_samples,
-        global_batch=plan.loading.batch_size * plan.loading.accum_freq * distributed.world_size(),
+        global_batch=plan.loading.batch_size * plan.loading.accum_freq * plan.world_size,
         seed=plan.loading.seed,
         optimizer=" ".join([full_name(optimizer), *optimizer.kwargs, *excluded]),
-        data=loader.index_digest if isinstance(loader, RehearsalLoader) else loader.source.index_digest,
+        data=getattr(loader, "index_digest", loader.source.index_digest),  # with rehearsal, of both data sets
         lora=f"rank {lora.rank}, alpha {lora.scale:g}, targets {lora.targets}" if lora.rank else None,
         settings=settings,
     )
@@ -196,7 +211,7 @@ def _log_settings(
     changed = restoring.changed_settings(start.checkpoint, identity)
     warnings = (
         changed and f"The run continues with changed settings: {'; '.join(changed)}.",
-        other_batch(plan, identity.global_batch, distributed.world_size()),
+        other_batch(plan, identity.global_batch, plan.world_size),
         *doubtful_settings(plan),
         slow_precision(plan, device),
         of_reference,
@@ -205,11 +220,11 @@ def _log_settings(
         logger.warning(warning)
 
 
-def _log_sizes(identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, steps: int, epochs: int) -> None:
-    batch = identity.global_batch
+def _log_sizes(plan: RunPlan, identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, steps: int) -> None:
+    batch, epochs = identity.global_batch, plan.length.epochs
     parameters = sum(parameter.numel() for parameter in model.parameters())
     state = sum(loss.state_size()) / 2**20
-    similarities = chunk_bytes(loss.views * (batch // distributed.world_size()), loss.views * batch) / 2**20
+    similarities = chunk_bytes(loss.views * (batch // plan.world_size), loss.views * batch) / 2**20
     logger.debug(f"Model:\n{model}")
     logger.info(f"Model {identity.model}: {parameters / 1e6:.1f} M parameters")
     logger.info(f"Data: {identity.num_samples} samples, {steps} steps of {batch} per epoch, {epochs} epochs")
@@ -229,7 +244,7 @@ def _begin_folder(
         if settings is not None:
             run_folder.write_settings(folder, settings)
             models.write_model_config(plan.model, folder)
-            (folder / SCORES_FILE).unlink(missing_ok=True)  # of an earlier end of the run
+            (folder / run_folder.SCORES_FILE).unlink(missing_ok=True)  # of an earlier end of the run
         if start.checkpoint is None:
             (folder / run_folder.SAVED).unlink(missing_ok=True)
         for unreadable in start.unreadable:

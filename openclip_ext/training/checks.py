@@ -16,7 +16,6 @@ from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.loader.build import check_csv, refuse_unusable_rows, table_source, with_own_columns
-from openclip_ext.data.loader.rehearsal import split
 from openclip_ext.data.processes import check_main_program
 from openclip_ext.data.reference import ABOUT, START
 from openclip_ext.data.shards.shardlist import expand_components
@@ -26,7 +25,6 @@ from openclip_ext.data.storage import is_local, local_path
 from openclip_ext.training import parallel, recipes
 from openclip_ext.training.config import EvaluationConfig, ModelConfig, RunPlan
 from openclip_ext.training.optimizer import check_optimizer, full_name
-from openclip_ext.training.validation import class_task, kept_task, metric_names
 
 # Above this learning rate, AdamW destroys pretrained weights within a few steps.
 _HIGHEST_FINE_TUNING_LR = 1e-3
@@ -183,6 +181,8 @@ def check_combination(plan: RunPlan, loss: ContrastiveLoss, world_size: int, is_
     if plan.saving.best_metric is not None and (plan.saving.folder is None or not plan.evaluation.is_wanted):
         raise UsageError("--keep-best needs --logs, and an evaluation, such as --val-data with --val-frequency 1")
     if (metric := plan.saving.best_metric) is not None:
+        from openclip_ext.training.validation import metric_names
+
         known = metric_names(plan.evaluation, is_captioner)
         if metric not in known:
             raise UsageError(f"--keep-best {metric}: no such metric{nearest(metric, known)}; found: {', '.join(known)}")
@@ -239,6 +239,8 @@ def _check_evaluation(config: EvaluationConfig) -> None:
     if config.class_data is not None:
         _check_other_data("--val-classes", config.class_data)
     for path in config.kept_tasks:
+        from openclip_ext.training.validation import kept_task
+
         try:
             kept_task(path)
         except ValueError as error:
@@ -255,6 +257,8 @@ def _check_other_data(flag: str, spec: DataSpec) -> None:
     if missing:
         raise UsageError(f"{flag}: {len(missing)} of {len(files)} files not found, the first is {missing[0]}")
     if flag == "--val-classes":
+        from openclip_ext.training.validation import class_task
+
         try:
             class_task(spec).read()
         except ValueError as error:
@@ -274,6 +278,8 @@ def _check_table(flag: str, spec: DataSpec) -> None:
             source = read_with(spec, table_source)
             refuse_unusable_rows(source)
             if flag == "--keep-data":
+                from openclip_ext.data.loader.rehearsal import split
+
                 split(source)
 
     try:

@@ -122,8 +122,13 @@ class ModelConfig:
         return self.pretrained or compat.hub_weights(self.name, self.cache_dir)
 
     def create(self, device: "torch.device") -> tuple[Any, Callable, Callable]:
-        """Return the unwrapped model, the training transform and the evaluation transform."""
+        """Return the unwrapped model, the training transform and the evaluation transform.
+
+        The model has no values on the meta device, so pretrained weights are then neither downloaded nor read.
+        """
         options = {name: getattr(self, name) for name in _FACTORY_OPTIONS} | {"aug_cfg": dict(self.aug_cfg)}
+        if device.type == "meta":
+            options |= {"pretrained": None, "pretrained_image": False}
         return compat.create_model(self.name, device, siglip_start=self.siglip_start, jit=self.torchscript, **options)
 
     def tokenizer(self) -> Callable:
@@ -443,6 +448,11 @@ class RunPlan:
     )
     resume: str | None = flag(None)
     copy_codebase: bool = flag(False)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.flags["world_size"]
 
     @cached_property
     def stored_flags(self) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from openclip_ext import compat
 
-# Key of the trained weights in a checkpoint whose ``state_dict`` contains their average.
-TRAINED_KEY = "trained_state_dict"
 _WARMUP_POWER = 2 / 3
 # Number of elements to update at a time. Their temporary float32 copy needs 128 MiB.
 _GROUP = 1 << 25

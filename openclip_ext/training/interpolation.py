@@ -14,12 +14,11 @@ from openclip_ext.evaluation.mixes import WEIGHT_KEY, mixed
 from openclip_ext.files.json_lines import dumps
 from openclip_ext.files.writing import write_atomically, write_text
 from openclip_ext.training.config import ModelConfig
+from openclip_ext.training.runtime.run_folder import MODEL_FILE, SCORES_FILE
 from openclip_ext.training.validation import Scheduled, Score, ScoredTask
 
 # Weights of the trained weights; 0 means the initial weights.
 ALPHAS = tuple(tenths / 10 for tenths in range(11))
-# Files of a run folder: the chosen model and the scores of all mixes.
-MODEL_FILE, SCORES_FILE = "checkpoints/interpolated.pt", "interpolation.json"
 
 
 def initial_model(settings: ModelConfig) -> Any:

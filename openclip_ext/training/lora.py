@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import compat
+from openclip_ext.checkpoint.format import TRAINED_KEY, UNMERGED
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.contrastive.model import SCALARS
 from openclip_ext.training import parallel
 from openclip_ext.training.config import LoraConfig
-from openclip_ext.training.ema import TRAINED_KEY
 
-# Key in a model file for the states with unmerged adapters.
-UNMERGED = "unmerged"
 _ADAPTER = "default"  # peft's default name for an adapter
 
 

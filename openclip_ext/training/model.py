@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from openclip_ext import compat, distributed
+from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -32,6 +33,8 @@ logger = get_logger(__name__)
 
 # Subfolder of a run folder with the configuration of the model.
 MODEL_CONFIG = "model_config"
+# Largest number of samples for which a loss on the meta device has state.
+META_SAMPLES = 64
 
 
 def write_model_config(config: ModelConfig, folder: Path) -> None:
@@ -81,13 +84,19 @@ class BuiltModel:
 
 
 def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltModel:
-    """Build the model with the same seed on all ranks. Afterwards, set a different seed on each rank."""
+    """Build the model with the same seed on all ranks. Afterwards, set a different seed on each rank.
+
+    On the meta device, the model has neither values nor a tokenizer, so nothing is downloaded.
+    """
     tag = config.pretrained if config.pretrained and not os.path.isfile(config.pretrained) else None
+    has_values = device.type != "meta"
     with compat.needing_hub(f"its tokenizer {compat.tokenizer_name(config.name)}", config.name, tag):
-        tokenizer = config.tokenizer()
+        tokenizer: Any = config.tokenizer() if has_values else None
     _seed(seed)
+    # OpenCLIP warns about a model without weights.
+    quiet = contextlib.nullcontext() if has_values else without_warnings()
     try:
-        with compat.needing_hub("its file of weights or of the configuration", config.name, tag):
+        with quiet, compat.needing_hub("its file of weights or of the configuration", config.name, tag):
             model, preprocess_train, preprocess_val = config.create(device)
     except TypeError as error:  # some timm towers have no argument for --force-patch-dropout
         if config.force_patch_dropout is None or "patch_drop" not in str(error):
@@ -169,6 +178,7 @@ def build_loss(
 ) -> ContrastiveLoss:
     """Create the loss for a model and a data set, with ``options`` (default: those of ``config``).
 
+    On the meta device, the loss has state for up to :data:`META_SAMPLES` samples, because state is allocated on the CPU first.
     Raise UsageError if the loss would ignore an output of the model.
     """
     if config.without_effect and distributed.is_master():
@@ -177,6 +187,8 @@ def build_loss(
     options = dict(config.options if options is None else options)
     if reference is not None and "steer" in config.given:
         options["reference_dim"] = reference.width
+    if device.type == "meta":
+        num_samples = min(num_samples, META_SAMPLES)
     loss = registry.create_loss(config.name, embed_dim=width, num_samples=num_samples, **options)
     loss.given = frozenset(config.given)
     if compat.is_captioner(model) and not loss.trains_captions:

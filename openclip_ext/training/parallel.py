@@ -30,6 +30,8 @@ _LOOKAHEAD = "lookahead_"
 
 def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, keep_whole: bool) -> nn.Module:
     """Wrap the model for several processes. For ``keep_whole``, see :class:`ShardedDataParallel`."""
+    if device.type == "meta":
+        return model
     if distributed.world_size() == 1:
         if config.fsdp:
             logger.warning("--fsdp has no effect with a single process: start several with torchrun, or remove it.")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.cli.messages import get_logger, say
 from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import BadDataError
-from openclip_ext.losses.heads import read_heads, with_heads
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import model as models
 from openclip_ext.training import parallel
@@ -29,13 +28,14 @@ from openclip_ext.training.checkpoint import restoring
 from openclip_ext.training.checkpoint.finding import Start, find_start
 from openclip_ext.training.checks import check, check_device
 from openclip_ext.training.config import Config, RunPlan
-from openclip_ext.training.dry_run import dry_run
-from openclip_ext.training.interpolation import MODEL_FILE, SCORES_FILE, Mixes, score_mixes
 from openclip_ext.training.plan import ONE_PROCESS, plan_run
 from openclip_ext.training.runtime import heartbeat, run_folder, signals
 from openclip_ext.training.runtime.reporting import Reporter
+from openclip_ext.training.runtime.run_folder import MODEL_FILE, SCORES_FILE
 from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged
-from openclip_ext.training.validation import ScoredTask, build_tasks, run_tasks
+
+if TYPE_CHECKING:
+    from openclip_ext.training.interpolation import Mixes
 
 logger = get_logger(__name__)
 
@@ -83,6 +83,8 @@ def run(config: Config) -> None:
                 if plan.data is None:
                     _evaluate_only(plan, device, folder, start)
                 elif plan.dry_run:
+                    from openclip_ext.training.dry_run import dry_run
+
                     found = dry_run(plan, build(config, plan, device, folder, start))
                     say(found) if distributed.is_master() else None
                 else:
@@ -167,11 +169,14 @@ def _is_mixed(plan: RunPlan, trainer: Trainer) -> bool:
     return is_wanted and trainer.loss.model_head() is None  # heads have no initial weights
 
 
-def _mix(plan: RunPlan, trainer: Trainer, folder: Path | None) -> Mixes | None:
+def _mix(plan: RunPlan, trainer: Trainer, folder: Path | None) -> "Mixes | None":
     """Choose the mix of pretrained and trained weights on rank 0, and log the scores. Collective: all ranks call it.
 
     If this fails, log the error and return None, because the trained model is already saved.
     """
+    from openclip_ext.training.interpolation import score_mixes
+    from openclip_ext.training.validation import ScoredTask
+
     mixes = None
     content = trainer.model_file()
     if distributed.is_master():
@@ -189,6 +194,9 @@ def _mix(plan: RunPlan, trainer: Trainer, folder: Path | None) -> Mixes | None:
 
 def _evaluate_only(plan: RunPlan, device: torch.device, folder: Path | None, start: Start) -> None:
     """Evaluate the model of ``--pretrained`` or ``--resume``, because there is no training data. OpenCLIP does the same."""
+    from openclip_ext.losses.heads import read_heads, with_heads
+    from openclip_ext.training.validation import build_tasks, run_tasks
+
     built = models.build_model(plan.model, device, plan.loading.seed)
     tasks = build_tasks(plan.evaluation, built, plan.step)
     position = Position()

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import open_clip
 import torch
@@ -19,8 +19,10 @@ from openclip_ext.data.text_groups import texts_of
 from openclip_ext.evaluation.text_tower import accept_groups
 from openclip_ext.training import parallel
 from openclip_ext.training.config import StepConfig
-from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.guard import StepGuard, StepOutcome
+
+if TYPE_CHECKING:
+    from openclip_ext.training.ema import ModelEma
 
 Batch = dict[str, Any]  # tensors, and ``text_groups``
 
@@ -63,7 +65,7 @@ class TrainStep:
     optimizer: torch.optim.Optimizer
     settings: StepSettings
     scaler: torch.amp.GradScaler | None = None
-    ema: ModelEma | None = None
+    ema: "ModelEma | None" = None
 
     def __post_init__(self) -> None:
         unwrapped = parallel.unwrap(self.model)

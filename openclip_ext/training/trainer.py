@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from openclip_ext import compat, distributed
 from openclip_ext.checkpoint import format as ckpt
-from openclip_ext.checkpoint.format import Position, RunIdentity
+from openclip_ext.checkpoint.format import TRAINED_KEY, Position, RunIdentity
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.model import set_training_mode
-from openclip_ext.data.loader.rehearsal import RehearsalLoader
-from openclip_ext.data.loader.single_source import AnyTrainLoader
 from openclip_ext.data.loader.train_loader import Interrupted
 from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import BadDataError
@@ -26,7 +24,6 @@ from openclip_ext.losses.heads import HEADS_KEY, heads_entry, with_heads
 from openclip_ext.training import lora, parallel
 from openclip_ext.training.checkpoint import saving
 from openclip_ext.training.config import RunLength, SavePolicy
-from openclip_ext.training.ema import TRAINED_KEY
 from openclip_ext.training.guard import SkippedStep
 from openclip_ext.training.optimizer import schedule_rate
 from openclip_ext.training.runtime.repeats import MEASURED_STEPS, RepeatReport
@@ -34,7 +31,11 @@ from openclip_ext.training.runtime.reporting import Reporter, Stopwatch
 from openclip_ext.training.runtime.run_folder import SAVED
 from openclip_ext.training.runtime.signals import Request, SignalRequests
 from openclip_ext.training.step import Batch, TrainStep
-from openclip_ext.training.validation import Scheduled, is_best, run_tasks
+
+if TYPE_CHECKING:
+    from openclip_ext.data.loader.rehearsal import RehearsalLoader
+    from openclip_ext.data.loader.single_source import AnyTrainLoader
+    from openclip_ext.training.validation import Scheduled
 
 logger = get_logger(__name__)
 
@@ -51,7 +52,7 @@ class SaveFailed(RuntimeError):
     """The run's last checkpoint could not be written."""
 
 
-def stateful_parts(step: TrainStep, loader: AnyTrainLoader | RehearsalLoader) -> dict[str, Stateful]:
+def stateful_parts(step: TrainStep, loader: "AnyTrainLoader | RehearsalLoader") -> dict[str, Stateful]:
     """Return, by name, the parts of a run that a checkpoint contains in addition to model, optimizer and loss."""
     return {"loader": loader, "guard": step.guard}
 
@@ -61,13 +62,13 @@ class Trainer:
     """The training loop: steps, checkpoints, evaluations and reports until the last epoch."""
 
     step: TrainStep
-    loader: AnyTrainLoader | RehearsalLoader
+    loader: "AnyTrainLoader | RehearsalLoader"
     schedule: Callable[[int], None]  # sets the learning rates for the given optimizer step of the run
     length: RunLength
     policy: SavePolicy
     identity: RunIdentity
     reporter: Reporter
-    tasks: Sequence[Scheduled] = ()  # scored at the end of an epoch, after the checkpoint is saved
+    tasks: "Sequence[Scheduled]" = ()  # scored at the end of an epoch, after the checkpoint is saved
     position: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
@@ -341,6 +342,8 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Run the due evaluations on rank 0, while other ranks wait. Afterwards, restore the random generators."""
+        from openclip_ext.training.validation import run_tasks
+
         epoch, is_last = self.position.epoch, self.position.epoch == self.length.epochs
         due = [one for one in self.tasks if one.every > 0 and (is_last or epoch % one.every == 0)]
         metrics: dict[str, float] = {}
@@ -360,6 +363,8 @@ class Trainer:
         folder, metric = self.policy.folder, self.policy.best_metric
         if folder is None or metric is None:
             return
+        from openclip_ext.training.validation import is_best
+
         if distributed.broadcast_object(is_best(metrics, metric, folder, self.position.epoch)):
             saving.save_model(folder / "best.pt", self.model_file(), self.model)
 

@@ -13,7 +13,7 @@ import torch
 
 from openclip_ext.data.loader.config import KeepConfig, TrainLoaderConfig
 from openclip_ext.data.loader.eval_loader import EvalLoader
-from openclip_ext.data.loader.rehearsal import RehearsalLoader, build_loader
+from openclip_ext.data.loader.rehearsal import RehearsalLoader, build_rehearsal_loader
 from openclip_ext.data.loader.train_loader import Interrupted
 from openclip_ext.data.sources.spec import DataSpec
 from tests.data.loading import assert_equal, by_index, indices, preprocess, tokenize
@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def build(data: tuple[str, str], share: float = 0.25, spec: Any = None, **options: Any) -> RehearsalLoader:
     defaults = {"batch_size": BATCH, "seed": 7, "rank": 0, "world_size": 1, "shuffle_window": 25}
-    loader = build_loader(
+    loader = build_rehearsal_loader(
         DataSpec(data[0], **spec or {}),
         TrainLoaderConfig(**defaults | options),
         KeepConfig(data[1], share),

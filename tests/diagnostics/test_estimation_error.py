@@ -223,7 +223,7 @@ def test_errors_say_what_is_missing(fastclip, tmp_path, shards):
         (single, "--checkpoint", "epoch_2.pt", "was trained with --single-source-batches"),
         (tmp_path, "--checkpoint", "latest", "has no config.json"),
         (tmp_path, "--checkpoint", "all", r"has a \.state folder"),
-        (fastclip, "--checkpoint", "epoch_9.pt", "found: epoch_1.pt, epoch_2.pt"),
+        (fastclip, "--checkpoint", "epoch_9.pt", "epoch_9.pt not found"),
         (fastclip, "--train-data", other, "expected the run's 84 samples, found 24"),
     ):
         with pytest.raises(UsageError, match=message):

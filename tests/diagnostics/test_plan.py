@@ -1,10 +1,8 @@
 """``openclip-ext plan`` predicts the sizes of real states, and the communication of two real ranks."""
 
-import shlex
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,26 +14,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from openclip_ext import compat, distributed
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.contrastive.model import set_training_mode
 from openclip_ext.diagnostics import plan
-from openclip_ext.diagnostics.dry_run import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    SEND,
-    PeakMemory,
-    activation_bytes,
-    dry_run,
-)
-from openclip_ext.diagnostics.plan import Plan, Training
+from openclip_ext.diagnostics.dry_run import PeakMemory, activation_bytes, dry_run
+from openclip_ext.diagnostics.meta_run import META, build_on_meta, run_to_plan
 from openclip_ext.losses.registry import create_loss, list_losses
-from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training.guard import StepGuard
+from openclip_ext.training.model import BuiltModel, build_model
 from openclip_ext.training.optimizer import create_optimizer
 from openclip_ext.training.step import StepSettings, TrainStep
 from tests.distributed.pool import two_ranks
 from tests.training.tiny import BATCH, OPTIMIZER, WIDTH, parts_of, prepare, tensors, tiny_batch, tiny_model
 
-MODEL = "demo-vit"
+CPU = torch.device("cpu")
 # Every loss with some options, and additional combinations of parts.
 CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in list_losses()},
@@ -44,16 +35,14 @@ CASES: dict[str, dict[str, Any]] = {
     "queueclip": {"prototypes": 24},
 }
 STEPS = {"amorlip": 3}
+SAMPLES, PLAIN = 1000, "--dataset-type synthetic --model demo-vit --precision fp32"
 
 
-def training(name: str, **changed: Any) -> Training:
-    values = {"loss": name, "options": CASES[name], "model": MODEL, "samples": 1000, "global_batch": BATCH}
-    return Training(**(values | changed))
-
-
-def planned(name: str, world_size: int = 1, **changed: Any) -> Plan:
-    add_model_configs()
-    return Plan(training(name, **changed), world_size, 1e12)
+def planned(flags: str, world_size: int = 1, samples: int = SAMPLES) -> plan.Plan:
+    """Return the plan of a run with these flags of training and a batch of :data:`BATCH` per rank."""
+    size = f"--train-num-samples {samples} --batch-size {BATCH}"
+    config, run = run_to_plan(f"{PLAIN} {size} {flags}".split(), world_size)
+    return plan.Plan(run, build_on_meta(config, run), 1e12)
 
 
 def create(name: str, **more: Any) -> ContrastiveLoss:
@@ -64,25 +53,26 @@ def create(name: str, **more: Any) -> ContrastiveLoss:
 @pytest.mark.parametrize("name", list_losses())
 def test_state_is_that_of_the_real_loss(name, monkeypatch):
     monkeypatch.setattr(plan, "activation_bytes", lambda *_: (1, 2))  # counting the model's activations takes a second
-    whole = planned(name)
+    flags = "".join(f" --loss-option={option}={value}" for option, value in CASES[name].items())
+    whole = planned(f"--loss {name}{flags}")
     for world_size in (1, 4):
-        row = whole.row(world_size)
         monkeypatch.setattr(distributed, "world_size", lambda size=world_size: size)
-        real = training(name).create_loss(whole.embed_dim, samples=1000)
-        assert row.state == sum(tensor.nbytes for tensor in tensors(real.state_dict()).values())
+        real = create_loss(name, embed_dim=whole.embed_dim, num_samples=SAMPLES, **CASES[name])
+        state = sum(tensor.nbytes for tensor in tensors(real.state_dict()).values())
+        assert whole.row(world_size)["state"] == state
 
 
-def _counted(name: str) -> dict[str, int]:
-    """Train a few steps on this rank; return the bytes of each kind of communication through ``torch.distributed``."""
+def _counted(name: str) -> dict[str, float]:
+    """Train a few steps on this rank; return the bytes of each kind of communication, as passed to ``torch.distributed``."""
     counts: Counter = Counter()
     isend = dist.isend
     sizes = {
-        "all_gather_into_tensor": (ALL_GATHER, lambda result, tensor: result.nbytes),
-        "all_gather": (ALL_GATHER, lambda results, tensor, *_: sum(result.nbytes for result in results)),
-        "all_reduce": (ALL_REDUCE, lambda tensor: tensor.nbytes),
+        "all_gather_into_tensor": ("all-gather", lambda result, tensor: result.nbytes),
+        "all_gather": ("all-gather", lambda results, tensor, *_: sum(result.nbytes for result in results)),
+        "all_reduce": ("all-reduce", lambda tensor: tensor.nbytes),
         # With gloo, the backward pass of OpenCLIP's gather uses scatter.
-        "scatter": (REDUCE_SCATTER, lambda own, parts=None, *_: sum(part.nbytes for part in parts or [])),
-        "batch_isend_irecv": (SEND, lambda ops: sum(op.tensor.nbytes for op in ops if op.op is isend)),
+        "scatter": ("reduce-scatter", lambda own, parts=None, *_: sum(part.nbytes for part in parts or [])),
+        "batch_isend_irecv": ("send", lambda ops: sum(op.tensor.nbytes for op in ops if op.op is isend)),
     }
 
     def counting(function: Callable, kind: str, size: Callable) -> Callable:
@@ -109,12 +99,13 @@ def _counted(name: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_communication_is_what_two_ranks_send(name):
+    """Of two ranks, each sends half of the gathered or scattered bytes, and all bytes of an all-reduce."""
     steps = STEPS.get(name, 1)
-    exchanged = dry_run(lambda: create(name), BATCH // 2, WIDTH, 2, steps).exchanged
+    sent, _ = dry_run(lambda: create(name), BATCH // 2, WIDTH, 2, steps)
     for rank in two_ranks().run(_counted, name):
-        assert {kind: round(steps * size) for kind, size in exchanged.items()} == {k: v for k, v in rank.items() if v}
-    assert exchanged
-    assert dry_run(lambda: create(name), BATCH, WIDTH, 1).exchanged == {}
+        halved = sum(rank.get(kind, 0) for kind in ("all-gather", "reduce-scatter")) / 2
+        assert round(steps * sent) == halved + rank.get("all-reduce", 0) + rank.get("send", 0) > 0
+    assert dry_run(lambda: create(name), BATCH, WIDTH, 1)[0] == 0
 
 
 @pytest.mark.parametrize("name", ["openclip", "fastclip", "amorlip", "neuclip", "simclr"])
@@ -128,22 +119,24 @@ def test_a_run_without_values_works_in_the_memory_of_a_real_one(name):
         guard.before_loss()
         sum(loss(*features, scale, index=index, output_dict=True).values()).backward()
     # The peaks are only nearly equal, because some integer sums and checks of indices run on one device only.
-    assert dry_run(lambda: create(name), 64, WIDTH, 1).work_bytes == pytest.approx(memory.peak, rel=0.05)
+    assert dry_run(lambda: create(name), 64, WIDTH, 1)[1] == pytest.approx(memory.peak, rel=0.05)
 
 
-def allocated(name: str, precision: str, grad_checkpointing: bool, views: int) -> int:
+def allocated(built: BuiltModel, precision: str, views: int) -> int:
     """Return the peak bytes of a forward and backward pass in PyTorch's profiler, plus the bytes of the images."""
-    model = open_clip.create_model(name, output_dict=True).train()
-    model.set_grad_checkpointing(grad_checkpointing)
+    model = built.model
+    set_training_mode(model)
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    images, texts = torch.rand(24 * views, 3, 32, 32), torch.randint(1, 1000, (24, model.context_length))
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    images = torch.rand(24 * views, 3, 32, 32, dtype=open_clip.get_input_dtype(precision) or torch.float32)
+    texts = torch.randint(1, 1000, (24, model.context_length))
 
     def run() -> None:
-        with compat.autocast_context(precision, torch.device("cpu"))():
+        with compat.autocast_context(precision, CPU)():
             outputs = model(images, texts if views == 1 else None)
         features = [outputs["image_features"], outputs["text_features"]][: 3 - views]
-        torch.autograd.backward(features, [torch.ones_like(value) for value in features])
+        trained = [value for value in features if value.requires_grad]
+        torch.autograd.backward(trained, [torch.ones_like(value) for value in trained])
 
     run()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -157,45 +150,53 @@ def allocated(name: str, precision: str, grad_checkpointing: bool, views: int) -
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "grad_checkpointing", "views"),
+    ("flags", "views"),
     [
-        ("demo-vit", "fp32", False, 1),
-        ("demo-vit", "fp32", True, 1),
-        ("demo-vit", "amp_bf16", False, 1),
-        ("demo-resnet", "fp32", False, 1),
-        ("demo-vit", "fp32", False, 2),
+        ("", 1),
+        ("", 2),
+        ("--grad-checkpointing", 1),
+        ("--precision amp_bf16", 1),
+        ("--precision pure_bf16", 1),
+        ("--model demo-resnet", 1),
+        ("--lock-image", 1),
+        ("--lora-rank 4", 1),
     ],
 )
-def test_activations_are_what_a_pass_allocates(name: str, precision: str, grad_checkpointing: bool, views: int):
-    add_model_configs()
-    model = open_clip.create_model(name, device="meta", output_dict=True)
-    (needed,) = activation_bytes(model, [24], precision, grad_checkpointing, views)
-    assert needed == pytest.approx(allocated(name, precision, grad_checkpointing, views), rel=0.02)
+def test_activations_are_what_a_pass_allocates(flags: str, views: int):
+    _, run = run_to_plan([*PLAIN.split(), *flags.split()], 1)
+    meta, real = (build_model(run.model, device, seed=0) for device in (META, CPU))
+    (needed,) = activation_bytes(meta.model, [24], run.step.precision, views)
+    assert needed == pytest.approx(allocated(real, run.step.precision, views), rel=0.02)
 
 
-def test_two_views_are_planned_without_the_text_tower():
-    one, two = planned("openclip", 2).asked, planned("simclr", 2).asked
-    model = open_clip.create_model(MODEL, device="meta")
-    trained = sum(parameter.numel() for parameter in model.visual.parameters())
-    frozen = sum(parameter.numel() for parameter in model.parameters()) - trained
-    assert (two.model, two.gradient) == (4 * (5 * trained + frozen), {ALL_REDUCE: 4.0 * trained})
-    assert one.model == 4 * 5 * (trained + frozen)
-    of_view = activation_bytes(
-        open_clip.create_model(MODEL, device="meta", output_dict=True), [BATCH // 2], "amp", views=2
-    )
-    assert two.activations == pytest.approx(of_view[0], abs=1)
+@pytest.mark.parametrize(
+    ("flags", "is_trained"),
+    [
+        ("--loss openclip", lambda name: True),
+        ("--loss simclr", lambda name: name.startswith("visual.")),
+        ("--loss openclip --lock-image", lambda name: not name.startswith("visual.")),
+    ],
+)
+def test_only_trained_parameters_have_a_gradient(flags: str, is_trained: Callable[[str], bool]):
+    model = open_clip.create_model("demo-vit", device="meta")
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    trained = sum(size for name, size in sizes.items() if is_trained(name))
+    row = planned(flags, 2).asked
+    assert row["gradient sent"] == trained  # of two ranks, each sends all bytes once
+    assert row["model"] == 5 * trained + sum(sizes.values()) - trained
 
 
 def test_openclips_loss_composed_of_parts_needs_less_memory():
-    whole = Training("openclip", {}, MODEL, 10**6, 16384)
-    composed = replace(whole, options={"normalizer": "minibatch"})
-    needed = [dry_run(lambda one=one: one.create_loss(64), 16384, 64, 1).work_bytes for one in (whole, composed)]
-    assert needed[1] < needed[0] / 3
+    sizes = "--batch-size 16384", 1, 10**6
+    whole, composed = (
+        planned(f"--loss openclip {more} {sizes[0]}", *sizes[1:]) for more in ("", "--normalizer minibatch")
+    )
+    assert composed.asked["work"] < whole.asked["work"] / 3
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
 
-COMMAND = ["--samples", "1e9", "--world-size", "64", "--global-batch", "5120", "--model", MODEL]
+COMMAND = ["--samples", "1e9", "--world-size", "64", "--global-batch", "5120", "--model", "demo-vit"]
 
 
 def test_a_plan_for_a_billion_samples(capsys):
@@ -218,7 +219,7 @@ def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
     # This saves time, because OpenCLIP's gather has one operation per rank.
     monkeypatch.setattr(plan, "LARGEST_WORLD", 2)
     sizes = ["--samples", "1e6", "--global-batch", "4096", "--gpu-memory", "1"]
-    command = [*sizes, "--model", MODEL, "--loss", "openclip"]
+    command = [*sizes, "--model", "demo-vit", "--loss", "openclip"]
     plan.main(command)
     text = capsys.readouterr().out
     assert "without these flags, each rank stores a full B x B matrix" in text
@@ -229,26 +230,24 @@ def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
     assert ": fits; up to" in text and "WARNING" not in text
 
 
-def test_doctor_sees_the_micro_batches_of_the_run():
-    """Only the plan asks whether one large micro-batch fits."""
-    loading = plan.run_to_plan(["--global-batch", "256", "--dataset-type", "synthetic"], world_size=2).loading
-    assert (loading.batch_size, loading.accum_freq) == (64, 2)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model ViT-B-17", "unknown model --model ViT-B-17"),
+        ("--loss neuclip --gamma 0.5", "--gamma: not used by the loss 'neuclip"),
+        ("--world-size 48", "a multiple of the number of processes, 48"),
+        ("--samples 100", "too few samples"),
+        ("--lr 0", "--lr"),
+    ],
+)
+def test_mistakes_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan.main([*COMMAND, *arguments.split()])
 
 
-def test_mistakes_are_named():
-    for arguments, message in (
-        (["--model", "ViT-B-17"], "--model ViT-B-17: expected one of"),
-        (["--loss", "neuclip", "--gamma", "0.5"], "--gamma: not used by the loss 'neuclip"),
-        (["--world-size", "48"], "a multiple of the number of processes, 48"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            plan.main([*COMMAND, *arguments])
-
-
-@pytest.mark.parametrize("given", [["--samples", "1e4"], ["--train-data"]])
+@pytest.mark.parametrize("given", ["--samples 1e4", "--train-data {shards}"])
 def test_the_flags_of_train_describe_the_run(given, shards, capsys):
-    flags = shlex.split("--model demo-vit --batch-size 8 --accum-freq 2 --world-size 2 --precision fp32 --lr 1e-3")
-    data = [shards] if given == ["--train-data"] else []
-    plan.main([*flags, *given, *data])
-    samples = "84" if data else "10,000"
+    flags = "--model demo-vit --batch-size 8 --accum-freq 2 --world-size 2 --precision fp32 --lr 1e-3"
+    plan.main([*flags.split(), *given.format(shards=shards).split()])
+    samples = "84" if "data" in given else "10,000"
     assert f"n = {samples}, global batch 32, 2 ranks" in capsys.readouterr().out

@@ -3,10 +3,8 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from openclip_ext.compare.trials import read_results
-from scripts.experiments import curves, gains
+from scripts.experiments import gains
 from scripts.experiments.tables import with_interval
 
 ROOT = Path(__file__).parents[2]
@@ -36,17 +34,6 @@ def test_readmes_curve_is_that_of_the_published_rows(tmp_path):
     assert f"reaches {found[128].untuned:.1f} at batch 128, and {found[256].untuned:.1f} at 256" in readme
     gains.draw_curve([*found.values()], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_curves_of_five_epochs_are_those_of_the_rows(tmp_path):
-    file = ROOT / "docs" / "benchmarks" / "icons" / "icons-300k-5-epochs.jsonl"
-    curves.main([str(file), "--figure", str(tmp_path / "curves.png")])
-    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    scores, errors = curves.charts(read_results(file).values())
-    ends = {curve.name: (curve.points[-1], *curve.band[-1]) for curve in scores.curves}
-    assert ends["queueclip, untuned"] == ((1489920, pytest.approx(34.2)), pytest.approx(32.9), pytest.approx(35.5))
-    last = {curve.name: round(curve.points[-1][1], 1) for curve in errors.curves}
-    assert (last["neuclip, untuned"], last["queueclip, untuned"], last["openclip, constant 0.02"]) == (0.1, 0.3, 7.3)
 
 
 def test_readmes_listing_prints_what_its_comment_says(capsys):

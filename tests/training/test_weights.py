@@ -11,10 +11,11 @@ from torch import nn
 
 from openclip_ext import model_configs
 from openclip_ext.checkpoint import format as ckpt
+from openclip_ext.checkpoint.format import TRAINED_KEY
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.training.checkpoint import restoring
 from openclip_ext.training.config import OptimizerConfig, ScheduleConfig
-from openclip_ext.training.ema import TRAINED_KEY, ModelEma
+from openclip_ext.training.ema import ModelEma
 from openclip_ext.training.optimizer import (
     SCALE,
     create_optimizer,

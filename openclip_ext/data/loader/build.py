@@ -7,7 +7,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,13 +15,10 @@ from torch import Tensor
 
 from openclip_ext import distributed
 from openclip_ext.cli.messages import get_logger
-from openclip_ext.data.loader.config import TrainLoaderConfig
-from openclip_ext.data.loader.eval_loader import EvalLoader, ShardStreams, read_shard
-from openclip_ext.data.loader.single_source import AnyTrainLoader, SingleSourceLoader
+from openclip_ext.data.loader.config import KeepConfig, TrainLoaderConfig
 from openclip_ext.data.loader.train_loader import Tokenizer, TrainLoader, Transform
 from openclip_ext.data.manifest.find import find_or_create_manifest
 from openclip_ext.data.reference import START, EmbeddingStore
-from openclip_ext.data.shards.diagnosis import explain
 from openclip_ext.data.shards.shard_source import SHARDS_IN_USE, ShardSource
 from openclip_ext.data.shards.shardlist import expand_components, expand_shards
 from openclip_ext.data.sources.source import (
@@ -34,7 +31,11 @@ from openclip_ext.data.sources.source import (
     no_image,
 )
 from openclip_ext.data.sources.spec import DataSpec
-from openclip_ext.data.sources.synthetic import SyntheticSource
+
+if TYPE_CHECKING:
+    from openclip_ext.data.loader.eval_loader import EvalLoader, ShardStreams
+    from openclip_ext.data.loader.rehearsal import RehearsalLoader
+    from openclip_ext.data.loader.single_source import AnyTrainLoader
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -42,6 +43,17 @@ T = TypeVar("T")
 # At least one of this many first samples of validation shards or of a table must have an image and a caption.
 _FIRST_SAMPLES = 100
 _SYNTHETIC_SAMPLES = 100  # OpenCLIP's default
+
+
+def build_loader(
+    spec: DataSpec, config: TrainLoaderConfig, keep: KeepConfig, **parts: Any
+) -> "AnyTrainLoader | RehearsalLoader":
+    """Build the training loader, with rehearsal if ``keep`` has a source. For ``parts``, see :func:`build_train_loader`."""
+    if keep.source is None:
+        return build_train_loader(spec, config, **parts)
+    from openclip_ext.data.loader.rehearsal import build_rehearsal_loader
+
+    return build_rehearsal_loader(spec, config, keep, **parts)
 
 
 def build_train_loader(
@@ -52,7 +64,7 @@ def build_train_loader(
     tokenizer: Tokenizer,
     decoder: ImageDecoder = decode_image,
     source: Source | None = None,
-) -> AnyTrainLoader:
+) -> "AnyTrainLoader":
     """Build the training loader of a ``source``, by default that of ``spec``. Collective: all ranks call it.
 
     For its errors, see :class:`TrainLoader`.
@@ -84,6 +96,8 @@ def build_train_loader(
     )
     if not parts:
         return create(source, config, epoch_samples=epoch_samples)
+    from openclip_ext.data.loader.single_source import SingleSourceLoader
+
     loaders = []
     for name, part in parts.items():
         try:
@@ -115,12 +129,14 @@ def build_eval_loader(
     tokenizer: Tokenizer,
     batch_size: int,
     workers: int = 0,
-) -> EvalLoader:
+) -> "EvalLoader":
     """Build the loader of validation data for one rank. Shards need no manifest. See :class:`EvalLoader`.
 
     Raises:
         BadDataError: The first shard cannot be read, or all of its first samples lack an image or a caption.
     """
+    from openclip_ext.data.loader.eval_loader import EvalLoader, ShardStreams
+
     samples: ShardStreams | Source
     if spec.resolved_type == "webdataset":
         urls = expand_shards(spec.source or "")
@@ -138,6 +154,8 @@ def build_source(spec: DataSpec) -> Source:
     kind, given = spec.resolved_type, spec.source or ""
     source: Source
     if kind == "synthetic":
+        from openclip_ext.data.sources.synthetic import SyntheticSource
+
         source = SyntheticSource(_SYNTHETIC_SAMPLES if spec.num_samples is None else spec.num_samples)
     elif kind == "csv":
         # Imported only here, because pandas is slow to import.
@@ -230,8 +248,11 @@ def check_csv(spec: DataSpec) -> tuple[str, str, str, str]:
     return table
 
 
-def _refuse_without_fields(samples: ShardStreams, spec: DataSpec) -> None:
+def _refuse_without_fields(samples: "ShardStreams", spec: DataSpec) -> None:
     """Raise BadDataError before training if all of the first validation samples lack an image or a caption."""
+    from openclip_ext.data.loader.eval_loader import read_shard
+    from openclip_ext.data.shards.diagnosis import explain
+
     for raw in itertools.islice(read_shard(samples.urls[0], samples.keys.fields, samples.storage), _FIRST_SAMPLES):
         with contextlib.suppress(BadSampleError):
             samples.keys.decode(raw, no_image)

@@ -14,7 +14,6 @@ from openclip_ext.cli.messages import get_logger
 from openclip_ext.data.hashing import Purpose, hash64
 from openclip_ext.data.loader.build import build_other_source, build_train_loader
 from openclip_ext.data.loader.config import KeepConfig, TrainLoaderConfig
-from openclip_ext.data.loader.single_source import AnyTrainLoader
 from openclip_ext.data.loader.train_loader import Interruptible, Tokenizer, TrainLoader, Transform
 from openclip_ext.data.order import EpochSequence
 from openclip_ext.data.reference import REFERENCE_KEYS
@@ -182,7 +181,7 @@ class RehearsalLoader:
         return torch.cat([own, kept], out=both)
 
 
-def build_loader(
+def build_rehearsal_loader(
     spec: DataSpec,
     config: TrainLoaderConfig,
     keep: KeepConfig,
@@ -191,14 +190,13 @@ def build_loader(
     tokenizer: Tokenizer,
     decoder: ImageDecoder = decode_image,
     source: Source | None = None,
-) -> AnyTrainLoader | RehearsalLoader:
-    """Build the training loader of a ``source``, by default that of ``spec``, with rehearsal if ``keep`` has a source.
+) -> RehearsalLoader:
+    """Build the loader of a ``source``, by default that of ``spec``, with rehearsal of the pairs of ``keep``.
 
     Collective: all ranks call it. For errors, see :class:`TrainLoader`.
     """
+    assert keep.source is not None, "without it, there is nothing to rehearse"
     transforms: dict[str, Any] = {"preprocess": preprocess, "tokenizer": tokenizer, "decoder": decoder}
-    if keep.source is None:
-        return build_train_loader(spec, config, source=source, **transforms)
     num_own, num_kept = keep.shared(config.batch_size)
     # The joined batches are pinned and their texts are grouped.
     part = replace(config, text_groups=0, pin_memory=False)

@@ -18,7 +18,6 @@ from openclip_ext.cli.messages import for_people, get_logger, without_secrets
 from openclip_ext.data.manifest import scan
 from openclip_ext.data.manifest.scan import Shard
 from openclip_ext.data.remote import ReplacedError
-from openclip_ext.data.shards.diagnosis import explain
 from openclip_ext.data.shards.shardlist import expand_shards, shard_name
 from openclip_ext.data.sources.keys import DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import DEFAULT_STORAGE, Storage, is_local
@@ -320,6 +319,8 @@ def _refuse_unusable(shards: Sequence[Shard], image_key: str, caption_key: str, 
         if shard.problems.get("bad", 0) == shard.num_samples and (shard.num_samples or "error" in shard.problems)
     ]
     if unusable:
+        from openclip_ext.data.shards.diagnosis import explain
+
         reasons = (
             f"{shard.url}: {explain(shard.url, image_key, caption_key, storage, shard.problems.get('error', ''))}"
             for shard in unusable[:_SHOWN]

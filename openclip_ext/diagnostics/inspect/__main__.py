@@ -1,7 +1,6 @@
 """Run ``openclip-ext inspect RUN_FOLDER``."""
 
 import argparse
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.diagnostics.finished_run import (
-    ABOUT,
     FinishedRun,
     add_run_arguments,
     embed_training_set,
@@ -36,7 +34,7 @@ from openclip_ext.diagnostics.inspect.findings import (
     separate_copies,
 )
 from openclip_ext.diagnostics.inspect.outputs import Inspection
-from openclip_ext.evaluation.encoder import TABLES, Embeddings
+from openclip_ext.evaluation.encoder import Embeddings
 from openclip_ext.files.writing import held, output_path
 from openclip_ext.training.parser import add_flag
 
@@ -60,11 +58,14 @@ def main(argv: list[str]) -> None:
     thresholds = from_flags(Thresholds, vars(args))
     if bool(args.leave_out) != (args.write_manifest is not None):
         raise UsageError("--leave-out and --write-manifest need each other: give both flags, or remove both")
-    if args.output is not None and (others := _files_of_others(args.output)):
-        raise UsageError(
-            f"--output {args.output} has files of another program, such as {others[0]}: give another folder"
-        )
-    run = load_run(**vars(args)) if args.pretrained is None else _public_model(args)
+    reading = {"device": args.device, "batch_size": args.batch_size, "workers": args.workers}
+    if args.pretrained is None:
+        run = load_run(args.run, args.checkpoint, args.train_data, **reading)
+    elif args.output is None:
+        raise UsageError("--pretrained: there is no run folder for the results: add --output FOLDER")
+    else:
+        spec = DataSpec(args.train_data or str(args.run), manifest=args.manifest)
+        run = load_public(args.model, args.pretrained, spec, args.output, **reading)
     if run.loss.views > 1:
         raise UsageError(f"{run.loss_name} was trained on images without captions: expected a run with captions")
     manifest = _manifest_to_change(run.source, args.write_manifest) if args.leave_out else None
@@ -73,22 +74,14 @@ def main(argv: list[str]) -> None:
         _inspect(run, args, thresholds, manifest, folder)
 
 
-def _public_model(args: argparse.Namespace) -> FinishedRun:
-    """Return the public model of the arguments; raise UsageError without --output."""
-    if args.output is None:
-        raise UsageError("--pretrained: there is no run folder for the results: add --output FOLDER")
-    spec = DataSpec(args.train_data or str(args.run), manifest=args.manifest)
-    return load_public(args.model, args.pretrained, spec, args.output, args.device, args.workers, args.batch_size)
-
-
 def _inspect(
     run: FinishedRun, args: argparse.Namespace, thresholds: Thresholds, manifest: Manifest | None, folder: Path
 ) -> None:
     embeddings = embed_training_set(run, folder)
     order = torch.randperm(len(embeddings.index), generator=torch.Generator().manual_seed(args.seed))
     anchors = order[: args.anchors].sort().values
-    difficulty, is_stored = log_normalizers(run.loss, embeddings, anchors, run.device, run.source.reference)
-    by_row = find(embeddings, anchors, difficulty, thresholds, run.device)
+    difficulty, is_stored = log_normalizers(run.loss, embeddings, anchors, run.encoder.device, run.source.reference)
+    by_row = find(embeddings, anchors, difficulty, thresholds, run.encoder.device)
     found = {name: _by_index(rows, embeddings.index.numpy(), name in PAIRS) for name, rows in by_row.items()}
     of_images = [index for name in OF_IMAGES for index in found[name].samples.flatten().tolist()]
     found = separate_copies(found, outputs.image_hashes(run.source, of_images))
@@ -113,19 +106,10 @@ def _inspect(
                 f"--leave-out excludes {excluded:,} of {kept:,} samples ({excluded / kept:.0%}): look at the least certain "
                 f"pairs in {folder / _RESULTS[0]}, or set a stricter threshold"
             )
-        print(_about_manifest(args.write_manifest, manifest, changed, run.global_batch))
-
-
-def _files_of_others(folder: Path) -> list[str]:
-    """Return the names of files in a folder that ``inspect`` does not write, or that another command has written."""
-    if not folder.is_dir():
-        return []
-    own = {ABOUT, *TABLES, *_RESULTS, ".lock"}
-    others = sorted({path.name for path in folder.iterdir()} - own)
-    # ``openclip-ext embed`` writes a file with this name, too.
-    if (folder / ABOUT).is_file() and "of" not in json.loads((folder / ABOUT).read_text()):
-        others.insert(0, ABOUT)
-    return others
+        print(
+            f"{args.write_manifest} excludes {len(changed.left_out):,} of {changed.num_samples:,} samples ({excluded:,} more "
+            "than before). To continue, add --manifest with this file and --resume latest to the training command"
+        )
 
 
 def _categories(text: str) -> list[str]:
@@ -179,17 +163,6 @@ def _to_leave_out(found: dict[str, Found], names: list[str]) -> set[int]:
             )
         chosen |= category.redundant() if name in PAIRS else set(category.samples[:, 0].tolist())
     return chosen
-
-
-def _about_manifest(path: Path, before: Manifest, after: Manifest, global_batch: int) -> str:
-    kept = [manifest.num_samples - len(manifest.left_out) for manifest in (before, after)]
-    batches = [f"{samples // global_batch:,}" for samples in kept]
-    return (
-        f"{path} excludes {len(after.left_out):,} of {after.num_samples:,} samples ({kept[0] - kept[1]:,} more than "
-        f"before); no index changes. An epoch has {batches[1]} batches of {global_batch:,} instead of {batches[0]}. To "
-        f"continue, add --manifest {path} --resume latest to the training command. If the latest checkpoint is mid-epoch, "
-        "add --resume with the checkpoint of a full epoch instead, and another --name"
-    )
 
 
 def _parser() -> argparse.ArgumentParser:

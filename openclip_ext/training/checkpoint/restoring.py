@@ -12,15 +12,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from openclip_ext import compat, distributed
 from openclip_ext.checkpoint import format as ckpt
-from openclip_ext.checkpoint.format import Checkpoint, Position, RunIdentity
+from openclip_ext.checkpoint.format import TRAINED_KEY, UNMERGED, Checkpoint, Position, RunIdentity
 from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.files import json_lines
 from openclip_ext.state.table_files import open_table
 from openclip_ext.training import parallel
-from openclip_ext.training.ema import TRAINED_KEY
-from openclip_ext.training.lora import UNMERGED, is_adapted
+from openclip_ext.training.lora import is_adapted
 from openclip_ext.training.optimizer import HYPERPARAMETERS
 from openclip_ext.training.step import TrainStep
 
