@@ -221,9 +221,9 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         joined = captions if hard is None else hard.joined
         # The factor 0.5 averages the two sides. DistributedDataParallel later divides by the number of processes.
         half = 0.5 * batch.world_size
-        factor = plain = half * objective.pair_factor(captions.tau) * batch.sample_weight
+        factor = base = half * objective.pair_factor(captions.tau) * batch.sample_weight
         if estimate.batch_coefficient:
-            factor = factor * (1 + estimate.batch_coefficient * (1 - batch_to_estimate))
+            factor = base * (1 + estimate.batch_coefficient * (1 - batch_to_estimate))
         # Σ_j w_ij over an anchor's negatives [NeuCLIP 4].
         log_divisor = objective.estimand.log_divisor(joined)
         weight_sum = log_math.saturating_exp(captions.log_sum_negatives - estimate.log_normalizer - log_divisor)
@@ -232,13 +232,11 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         in_positive = factor * objective.positive_pair(joined, estimate.log_normalizer, weight_sum)
         if hard is not None:
             hard_sum = hard.weight_sums(estimate.log_normalizer, objective.estimand)
-            if (
-                estimate.feature_gradient is not None
-            ):  # the gradient of α includes that of its terms with hard negatives
-                plain = plain * (2 - batch_to_estimate)
+            # If α has a gradient, this is the sum of the gradients through g and through α.
+            in_hard = hard_sum * base * (1 if estimate.feature_gradient is None else 2 - batch_to_estimate)
             if objective.depends_on_gaps:
-                in_positive = in_positive - plain * hard_sum
-            of_images, of_hard = hard.gradients((plain * hard_sum)[0])
+                in_positive = in_positive - in_hard
+            of_images, of_hard = hard.gradients(in_hard[0])
             gradients[0] += of_images
             parts.append(of_hard)
         in_positive = in_positive[:, batch.local]

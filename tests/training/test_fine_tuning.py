@@ -286,6 +286,7 @@ def finetune(*argv: str) -> list[str]:
 def test_the_configuration_has_the_loss_of_the_start(argv, loss):
     config = plan_of(*finetune(*argv.split()))
     assert config.loss.name == loss
+    assert (config.loss.options.get("equal_captions") == "mask") == (loss == "queueclip")
     assert (config.keep.share, config.tuning.keep_at_least, config.schedule.warmup) == (0.25, 0.9, 0.1)
 
 

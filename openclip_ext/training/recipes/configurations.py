@@ -25,13 +25,17 @@ class Configuration:
     about: str
     flags: Mapping[str, Any]
     loss: str
+    loss_flags: Mapping[str, Any]  # of ``loss``
     siglip_loss: str  # for a model that was trained with a bias
     by_pairs: tuple[Mapping[str, Any], ...]
     source: Mapping[str, str]  # where each value comes from
 
-    def loss_for(self, model: str) -> str:
-        """Return the loss for a value of ``--model``."""
-        return self.siglip_loss if _is_siglip(model) else self.loss
+    def loss_argv(self, model: str) -> list[str]:
+        """Return the loss for a value of ``--model``, and the loss's flags, as arguments."""
+        if _is_siglip(model):
+            return ["--loss", self.siglip_loss]
+        flags = (word for flag, value in self.loss_flags.items() for word in as_words(f"--{flag}", value))
+        return ["--loss", self.loss, *flags]
 
     def argv(self) -> list[str]:
         """Return the flags as arguments, without the loss. Later arguments override these. Sizes are those of few pairs."""
