@@ -24,7 +24,7 @@ T = TypeVar("T")
 # its heartbeat is missing (``training/runtime/heartbeat.py``).
 _CONTROL_TIMEOUT = timedelta(hours=48)
 # Timeouts of a collective on GPUs: in the first step, in which compilation may take long, and in later steps.
-START_PATIENCE, STEP_PATIENCE = timedelta(hours=1), timedelta(minutes=10)
+START_TIMEOUT, STEP_TIMEOUT = timedelta(hours=1), timedelta(minutes=10)
 
 
 def is_initialized() -> bool:
@@ -83,7 +83,7 @@ def check_equal_sizes(batch: Tensor) -> None:
             )
 
 
-def is_master() -> bool:
+def is_rank0() -> bool:
     """Return whether this process is rank 0, which writes logs and checkpoints."""
     return rank() == 0
 
@@ -171,13 +171,13 @@ def all_gather_object(value: Any) -> list[Any]:
     return values
 
 
-def on_master(action: Callable[[], T]) -> T:
+def on_rank0(action: Callable[[], T]) -> T:
     """Run an action on rank 0; return its result on all ranks. Collective: all ranks call it.
 
     If the action fails, rank 0 raises its error, and the other ranks raise UsageError.
     """
     result, failure = None, None
-    if is_master():
+    if is_rank0():
         try:
             result = action()
         except Exception as error:
@@ -207,7 +207,7 @@ def any_rank_soon(flag: int) -> Callable[[], int]:
     return result
 
 
-def set_patience(patience: timedelta) -> None:
+def set_timeout(timeout: timedelta) -> None:
     """Set the timeout of NCCL's watchdog for later collectives. Synchronizes with the GPU. Collective: all ranks call it.
 
     Collectives that are already running keep their old timeout.
@@ -216,8 +216,8 @@ def set_patience(patience: timedelta) -> None:
         barrier()
         torch.cuda.synchronize()
         # The function is public since PyTorch 2.14.
-        set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
-        set_timeout(patience, dist.group.WORLD)
+        set_of_group = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
+        set_of_group(timeout, dist.group.WORLD)
 
 
 def barrier() -> None:

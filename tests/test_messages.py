@@ -39,7 +39,7 @@ def test_secrets_in_urls_and_commands_are_masked(text: str, masked: str):
 def test_a_terminal_gets_nothing_to_obey(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture):
     hostile = "a\x1b]0;pwned\x07\u202e\udcff\tb https://user:s3cret@host"
     shown = r"a\x1b]0;pwned\x07\u202e\udcff" + "\tb https://***@host"
-    messages.say(hostile)
+    messages.echo(hostile)
     assert capsys.readouterr().out == shown + "\n"
     theirs = "\x1b[1mbold"  # no lone surrogate, because pytest-xdist could not send the record
     messages.get_logger("openclip_ext.data").warning("%s", hostile)

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from openclip_ext.cli import command_line
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import echo
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder
 from openclip_ext.evaluation.samples import file_samples, image_files, read_lines
 from openclip_ext.files import json_lines
@@ -194,7 +194,7 @@ def main(argv: list[str]) -> None:
     write_text(args.output_dir / "editing.md", text + "\n")
     np.save(args.output_dir / "subspace.npy", basis.numpy())
     shares = ", ".join(f"{share:.1%}" for share in explained.tolist())
-    say(f"{text}\n\nShare of the pairs' variance in the removed directions: {shares}\nWritten: {args.output_dir}")
+    echo(f"{text}\n\nShare of the pairs' variance in the removed directions: {shares}\nWritten: {args.output_dir}")
 
 
 if __name__ == "__main__":

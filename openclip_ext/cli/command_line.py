@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from openclip_ext.cli.errors import check_words
-from openclip_ext.cli.messages import mask_logs, say, until_pipe_breaks
+from openclip_ext.cli.messages import echo, mask_logs, until_pipe_breaks
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message, and exit with status 2."""
-        say(f"error: {message}; {self.prog} --help lists the flags", sys.stderr)
+        echo(f"error: {message}; {self.prog} --help lists the flags", sys.stderr)
         raise SystemExit(2)
 
 
@@ -34,7 +34,7 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
             check_words(sys.argv[1:])
             status = main(sys.argv[1:])
     except (ValueError, OSError) as error:
-        say(f"error: {error}", sys.stderr)
+        echo(f"error: {error}", sys.stderr)
         raise SystemExit(2) from error
     except KeyboardInterrupt as error:
         print("stopped", file=sys.stderr)

@@ -72,7 +72,7 @@ def until_pipe_breaks() -> Iterator[None]:
         raise SystemExit(1) from None
 
 
-def say(text: str, file: TextIO | None = None) -> None:
+def echo(text: str, file: TextIO | None = None) -> None:
     """Print the result of :func:`for_people` to ``file``. None (default) means standard output."""
     print(for_people(text), file=file or sys.stdout, flush=True)
 

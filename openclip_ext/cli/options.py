@@ -169,7 +169,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
 
 
-def flag(
+def cli_field(
     default: Any = dataclasses.MISSING,
     help: str = "",
     *,

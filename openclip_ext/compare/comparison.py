@@ -30,7 +30,7 @@ from openclip_ext.compare.trials import Run, Trials, chosen, score
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.files import json_lines
-from openclip_ext.files.writing import held, write_text
+from openclip_ext.files.writing import file_lock, write_text
 from openclip_ext.losses.options import OPTIONS
 from openclip_ext.training.config import RunPlan
 from openclip_ext.training.runtime.run_folder import versions
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     started = time.monotonic() - time.process_time()  # the start of the process, because --minutes includes the imports
     config, training = parse(argv)
     try:
-        with held(config.folder):  # locks the folder, including the cache in it
+        with file_lock(config.folder):  # locks the folder, including the cache in it
             trials = open_trials(config, training)  # rejects a folder with other flags before the data are decoded
             data, notes = prepare(config, training)
             comparison = Comparison(config, training, data, trials, started + 60 * config.minutes)

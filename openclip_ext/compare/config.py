@@ -11,7 +11,7 @@ import torch
 
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.options import flag, from_flags, option_as_words, own_options
+from openclip_ext.cli.options import cli_field, from_flags, option_as_words, own_options
 from openclip_ext.compare import space
 from openclip_ext.compare.space import BASELINE
 from openclip_ext.data.processes import available_cores
@@ -45,14 +45,16 @@ class CompareConfig:
     losses: tuple[str, ...]
     loss_options: Mapping[str, Any]
     training: tuple[str, ...]
-    val: str | None = flag(None, "validation data, in the same form as SHARDS (default: a tenth of SHARDS)")
-    classes: str | None = flag(
+    val: str | None = cli_field(None, "validation data, in the same form as SHARDS (default: a tenth of SHARDS)")
+    classes: str | None = cli_field(
         None, "file with one class name per line; a sample's file .cls contains the line number of its class, from 0"
     )
-    minutes: float = flag(30.0, "maximum duration of this call in minutes", exclusive_minimum=0)
-    output: str = flag("compare", "folder of the results")
-    processes: int = flag(0, "number of parallel runs; 0 means one per GPU, or one per core without a GPU", minimum=0)
-    cache: float = flag(8.0, "maximum size of the decoded images on disk in GiB", exclusive_minimum=0)
+    minutes: float = cli_field(30.0, "maximum duration of this call in minutes", exclusive_minimum=0)
+    output: str = cli_field("compare", "folder of the results")
+    processes: int = cli_field(
+        0, "number of parallel runs; 0 means one per GPU, or one per core without a GPU", minimum=0
+    )
+    cache: float = cli_field(8.0, "maximum size of the decoded images on disk in GiB", exclusive_minimum=0)
 
     @property
     def folder(self) -> Path:

@@ -232,7 +232,7 @@ class ContrastiveLoss(nn.Module):
             upper = max(upper, logit_scale)
         if (lower, upper) != self.logit_scale_bounds:
             self.logit_scale_bounds = lower, upper
-            if distributed.is_master():
+            if distributed.is_rank0():
                 logger.info(
                     f"Temperature bounds: {math.exp(-upper):.4g} to {math.exp(-lower):.4g}, to include the temperature of the "
                     "trained model."

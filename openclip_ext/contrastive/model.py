@@ -47,7 +47,7 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, is_trained: bool = Fals
         )
     logit_scale = model.get_parameter(LOGIT_SCALE)
     logit_bias = getattr(model, "logit_bias", None)
-    if logit_bias is not None and loss.initial_logit_bias is None and loss.views == 1 and distributed.is_master():
+    if logit_bias is not None and loss.initial_logit_bias is None and loss.views == 1 and distributed.is_rank0():
         logger.warning(
             "The model has a logit_bias, like the models of SigLIP, and this loss ignores it: use the loss siglip "
             "(--loss siglip) to train the model as before."

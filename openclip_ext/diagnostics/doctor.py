@@ -18,7 +18,7 @@ import open_clip
 
 from openclip_ext import compat, distributed
 from openclip_ext.cli import command_line
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import echo
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.reference import START
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, Source, decode_image
@@ -203,7 +203,7 @@ def main(argv: list[str]) -> None:
     own, flags = parser.parse_known_args(argv)
     status = 0
     for verdict, text in Doctor(*run_to_plan(flags, own.world_size), own.gpu_memory).findings():
-        say(f"{verdict:8} {text}")
+        echo(f"{verdict:8} {text}")
         status = status or int(verdict == ERROR)
     raise SystemExit(status)
 

@@ -20,7 +20,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from openclip_ext import distributed
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.messages import get_logger, mask_logs, say
+from openclip_ext.cli.messages import echo, get_logger, mask_logs
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, model_options, process_group
 from openclip_ext.evaluation.encoder import Encoder
@@ -101,18 +101,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluate the tasks and print the summary; return the exit status. Raise ValueError if nothing can be evaluated."""
     tasks = find_tasks(args)
-    opened, encoder = load_encoder(args, show_progress=distributed.is_master())
+    opened, encoder = load_encoder(args, show_progress=distributed.is_rank0())
     folder = args.output_dir or default_output_dir(opened)
     if args.interpolate is None:
         evaluated = evaluate_model(args, tasks, opened, encoder, folder)
-        if distributed.is_master():
-            say(f"{evaluated.text}\n\nResults: {folder}{_better_model(opened)}")
+        if distributed.is_rank0():
+            echo(f"{evaluated.text}\n\nResults: {folder}{_better_model(opened)}")
         return evaluated.status
     found: dict[float, Evaluated] = {}
     for weight, mix in zip(args.interpolate, mixes(opened, args.interpolate), strict=True):
         found[weight] = evaluate_model(args, tasks, mix, encoder, folder / f"alpha-{weight:g}")
-    if distributed.is_master():
-        say(f"{_curve(found)}\n\nResults: {folder}/alpha-*")
+    if distributed.is_rank0():
+        echo(f"{_curve(found)}\n\nResults: {folder}/alpha-*")
     return max(evaluated.status for evaluated in found.values())
 
 
@@ -137,8 +137,8 @@ def evaluate_model(
             raise ValueError(f"model options differ from the training run's: {run['options']}. Give --output-dir.")
     log = ResultLog(folder, run, opened.checkpoint)
     given = {key: task for key, task in tasks.items() if not _is_missing(key, task)}
-    todo = distributed.on_master(lambda: _begin(log, given, args))
-    if distributed.is_master() and len(todo) < len(given):
+    todo = distributed.on_rank0(lambda: _begin(log, given, args))
+    if distributed.is_rank0() and len(todo) < len(given):
         logger.info(f"{len(given) - len(todo)} of {len(given)} tasks already have results of this model: {log.path}")
     share = share_tasks(todo, distributed.world_size())[distributed.rank()]
     failed: dict[str, str] = {}
@@ -147,7 +147,7 @@ def evaluate_model(
     # A task whose data were removed may still have a result.
     lines = log.completed()
     missing = [key for key in tasks if key not in given and key not in lines]
-    text = _summarize(args, log, lines, failed, missing) if distributed.is_master() else ""
+    text = _summarize(args, log, lines, failed, missing) if distributed.is_rank0() else ""
     return Evaluated(1 if failed or (args.tasks and missing) else 0, text, lines)
 
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
 from openclip_ext.cli import command_line
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import echo
 from openclip_ext.evaluation import samples as reading
 from openclip_ext.evaluation.convert import convert_retrieval, convert_winogavil
 from openclip_ext.evaluation.tasks import Entry, select_tasks
@@ -162,7 +162,7 @@ def _verify(args: argparse.Namespace) -> int:
     for task in tasks:
         state, problems = check_set(args.data_dir, task, args.allow_size_mismatch)
         usable += state == OK
-        say(f"\n{'':<20}".join([f"{state:<17} {task.key}", *problems]))
+        echo(f"\n{'':<20}".join([f"{state:<17} {task.key}", *problems]))
     print(f"{usable} of {len(tasks)} data sets can be scored.")
     return 0 if usable == len(tasks) else 1
 
@@ -210,7 +210,7 @@ def _download(args: argparse.Namespace) -> int:
     else:
         print(f"{len(tasks) - len(failed)} of {len(tasks)} data sets are complete in {args.data_dir}.")
     for key, reason in failed.items():
-        say(f"failed: {key}: {reason}; run the same command again to continue", sys.stderr)
+        echo(f"failed: {key}: {reason}; run the same command again to continue", sys.stderr)
     return 1 if failed else 0
 
 

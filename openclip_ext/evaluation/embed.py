@@ -14,7 +14,7 @@ from tqdm import tqdm
 from openclip_ext import distributed
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.messages import say, without_secrets
+from openclip_ext.cli.messages import echo, without_secrets
 from openclip_ext.cli.options import OptionError, check_flags, from_flags, own_options, with_flags
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.loader.eval_loader import EvalLoader
@@ -84,15 +84,15 @@ def write_embeddings(
     """
     _refuse_bad(spec, source, *source.known_bad())
     folder = EmbeddingFolder(output, _about(encoder, source, spec, of_model), flag)
-    is_master = distributed.is_master()
+    is_rank0 = distributed.is_rank0()
     with folder.begun() as done:
         if done is None:
-            if is_master:
-                say(f"{output} is finished already")
+            if is_rank0:
+                echo(f"{output} is finished already")
             return
         units = _units(source, encoder.workers, done)[distributed.rank() :: distributed.world_size()]
         before, bad = sum(entry.bad for entry in done), 0
-        shown: dict[str, Any] = {"desc": "embedding", "unit": "sample", "disable": not is_master}
+        shown: dict[str, Any] = {"desc": "embedding", "unit": "sample", "disable": not is_rank0}
         with command_line.progress_bar(total=sum(map(len, units)), **shown) as bar:
             for unit in units:
                 loader = EvalLoader(
@@ -115,9 +115,9 @@ def write_embeddings(
                 )
         bad = before + sum(distributed.all_gather_object(bad))
         _refuse_bad(spec, source, bad, "in total over all processes")
-        if is_master:
+        if is_rank0:
             folder.finish(bad)
-            say(f"{source.num_samples:,} samples in {output}; {bad:,} are unreadable and have rows of zeros")
+            echo(f"{source.num_samples:,} samples in {output}; {bad:,} are unreadable and have rows of zeros")
 
 
 def _rows(

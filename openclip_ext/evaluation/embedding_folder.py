@@ -21,7 +21,7 @@ from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.reference import ABOUT, IMAGES, TEXTS, EmbeddingStore
 from openclip_ext.files import json_lines
-from openclip_ext.files.writing import held, write_atomically, write_text
+from openclip_ext.files.writing import file_lock, write_atomically, write_text
 
 BEGUN, PROGRESS, NAMES = "begun.json", "progress-{}.jsonl", "names-{}.jsonl"
 # File with the names of the rows, and its columns. Unreadable samples have no line.
@@ -61,7 +61,7 @@ class EmbeddingFolder:
         it.
         """
         with contextlib.ExitStack() as stack:
-            yield distributed.on_master(lambda: self._begin(stack))
+            yield distributed.on_rank0(lambda: self._begin(stack))
 
     def write(self, batches: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
         """Write batches of ascending indices ``(k,)`` and rows ``(k, d)`` of images and texts; return the number of samples.
@@ -121,7 +121,7 @@ class EmbeddingFolder:
 
     def _begin(self, stack: contextlib.ExitStack) -> list[Done] | None:
         try:
-            stack.enter_context(held(self.path))
+            stack.enter_context(file_lock(self.path))
             if (self.path / ABOUT).is_file():
                 self._refuse_other(EmbeddingStore.open(self.path).about)
                 self._remove_progress()

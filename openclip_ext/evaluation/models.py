@@ -111,7 +111,7 @@ def open_model(
     # Two models of the same name may differ in architecture, so the result contains the model's configuration and options.
     config = {"options": options, **_architecture(name)}
     trained = model_of_run(source) or name
-    if is_file and trained.replace("/", "-") != name.replace("/", "-") and distributed.is_master():
+    if is_file and trained.replace("/", "-") != name.replace("/", "-") and distributed.is_rank0():
         logger.warning(f"{source} was trained with --model {trained} and is evaluated with --model {name}.")
     built, transform, tokenizer = _create(name, source, is_file, bool(run_options), options, precision)
     config["preprocess"] = copy.deepcopy(built.visual.preprocess_cfg)
@@ -133,7 +133,7 @@ def _resolve(ref: str | Path | None, model: str | None) -> tuple[str | None, str
         if _is_transformers(path):
             return None, f"{TRANSFORMERS}{path}"
         # If training goes on, each process could find another newest checkpoint.
-        return str(distributed.on_master(lambda: checkpoint_file(path))), read_config(path)["flags"]["model"]
+        return str(distributed.on_rank0(lambda: checkpoint_file(path))), read_config(path)["flags"]["model"]
     return text, model or model_of_run(text)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.tasks import GROUPS, TASKS
 from openclip_ext.files import json_lines
-from openclip_ext.files.writing import held, write_text
+from openclip_ext.files.writing import file_lock, write_text
 
 if TYPE_CHECKING:  # at run time, these modules would import OpenCLIP and scikit-learn, which takes seconds
     from openclip_ext.evaluation.models import OpenedModel
@@ -97,7 +97,7 @@ class ResultLog:
 
     def _append(self, *lines: dict[str, Any]) -> None:
         """Append to the log, and derive ``eval_results.jsonl``, under a lock."""
-        with held(self.folder, _LOCK_FILE, timeout=-1):
+        with file_lock(self.folder, _LOCK_FILE, timeout=-1):
             self.completed()  # another model may have come first
             # The text starts with a line break, because a killed process may have left half a line. `json_lines` writes valid
             # JSON, which cannot contain NaN.

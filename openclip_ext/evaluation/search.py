@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import echo
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.reference import ABOUT, EmbeddingStore
 from openclip_ext.data.sources.source import decode_image
@@ -56,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row, value in zip(rows, similarities, strict=True)
     ]
     for entry in found:
-        say("  ".join([f"{entry['similarity']:.3f}", *(str(entry[name]) for name in KEY_COLUMNS)]))
+        echo("  ".join([f"{entry['similarity']:.3f}", *(str(entry[name]) for name in KEY_COLUMNS)]))
     images, problem = _thumbnails(store, rows, args.train_data)
     page = args.output or args.embeddings / PAGE
     write_text(page, render_page("search.html", args.query, found=found, thumbnails=images, problem=problem))
-    say(f"{page} shows the samples{f' without their images: {problem}' if problem else ''}")
+    echo(f"{page} shows the samples{f' without their images: {problem}' if problem else ''}")
 
 
 def nearest(store: EmbeddingStore, query: torch.Tensor, top: int) -> tuple[list[int], list[float]]:

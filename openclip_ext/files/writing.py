@@ -76,7 +76,7 @@ def output_path(text: str) -> Path:
 
 
 @contextmanager
-def held(folder: Path, name: str = ".lock", timeout: float = 0) -> Iterator[None]:
+def file_lock(folder: Path, name: str = ".lock", timeout: float = 0) -> Iterator[None]:
     """Create a folder, and lock it inside the ``with`` block.
 
     Args:

@@ -59,7 +59,7 @@ class LossCallback(TrainerCallback):
         """Write the loss's state into the folder of the current step's checkpoint. Collective: all ranks call it."""
         content = self.model_loss.state_dict()
         content["log_digest"] = config_digest(state.log_history)  # identifies the run
-        if distributed.is_master():
+        if distributed.is_rank0():
             path = self._path(args, state)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, lambda file: torch.save(content, file))

@@ -107,7 +107,7 @@ def build(
     position = restoring.restore(start.checkpoint, identity, steps_per_epoch, step, stateful_parts(step, loader))
     # After a resume, an epoch may have fewer steps than the run has already completed in it.
     steps_left = steps_per_epoch * (plan.length.epochs - position.epoch) - min(position.step_in_epoch, steps_per_epoch)
-    if distributed.is_master():
+    if distributed.is_rank0():
         _log_settings(plan, options, start, identity, steps_left, device, reference.warning if reference else None)
         _log_sizes(plan, identity, built.model, loss, steps_per_epoch)
     if folder is not None:
@@ -115,7 +115,7 @@ def build(
             flags |= {"reference": str(reference.folder)}  # programs that read the run do not know ``start``
         content = run_folder.Settings(config.words, flags, plan.loss.name, options, position.step + steps_left)
         is_new = steps_left > 0 or start.checkpoint is None  # a run that is finished already keeps its settings
-        distributed.on_master(lambda: _begin_folder(plan, folder, position, start, content if is_new else None))
+        distributed.on_rank0(lambda: _begin_folder(plan, folder, position, start, content if is_new else None))
     tasks: Sequence[Scheduled] = ()
     if plan.evaluation.frequencies:
         from openclip_ext.training.validation import build_tasks

@@ -38,7 +38,7 @@ def check(plan: RunPlan) -> None:
     check_main_program(plan.loading.workers)
     weights, data = plan.model.pretrained, plan.data
     if weights and os.path.isdir(os.path.join(weights, "checkpoints")):
-        newest = distributed.on_master(lambda: checkpoint_file(Path(weights)))
+        newest = distributed.on_rank0(lambda: checkpoint_file(Path(weights)))
         raise UsageError(
             f"--pretrained {weights} is a run folder: expected a file of weights. Give --pretrained {newest}"
         )
@@ -48,7 +48,7 @@ def check(plan: RunPlan) -> None:
             f"has an open_clip_config.json, use --model local-dir:{weights}"
         )
     if weights and os.path.isfile(weights):
-        distributed.on_master(lambda: checkpoint_file(Path(weights)))
+        distributed.on_rank0(lambda: checkpoint_file(Path(weights)))
     _check_model(plan.model)
     _check_pixels(plan.model)
     _check_evaluation(plan.evaluation)
@@ -284,7 +284,7 @@ def _check_table(flag: str, spec: DataSpec) -> None:
 
     try:
         # The first rank also converts a table to files that the other ranks map.
-        distributed.on_master(check)
+        distributed.on_rank0(check)
     except (ValueError, OSError) as error:
         raise UsageError(f"{flag}: {str(error).removeprefix(f'{flag}: ')}") from error
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import without_secrets
-from openclip_ext.cli.options import flag, from_flags
+from openclip_ext.cli.options import cli_field, from_flags
 from openclip_ext.data.loader.config import KeepConfig, TrainLoaderConfig
 from openclip_ext.data.sources.spec import DataSpec
 
@@ -34,17 +34,17 @@ _FACTORY_OPTIONS = (
 class LoraConfig:
     """Low-rank adapters, which are trained instead of the model's weights."""
 
-    rank: int | None = flag(
+    rank: int | None = cli_field(
         None, "rank of LoRA adapters to train (such as 16), with all other weights frozen", dest="lora_rank", minimum=1
     )
-    alpha: float | None = flag(
+    alpha: float | None = cli_field(
         None,
         "LoRA's alpha: adapters are scaled by alpha / rank (default: twice the rank, so one --lr works for every rank)",
         dest="lora_alpha",
         needs="lora_rank",
         exclusive_minimum=0.0,
     )
-    targets: str = flag(
+    targets: str = cli_field(
         "both",
         "towers that get adapters; a tower without adapters is frozen",
         dest="lora_targets",
@@ -66,41 +66,41 @@ class ModelConfig:
     parameters.
     """
 
-    name: str = flag(dest="model")
-    aug_cfg: Mapping[str, Any] = flag()
-    pretrained: str | None = flag(None)
-    pretrained_image: bool = flag(False)
-    precision: str = flag("fp32")
-    torchscript: bool = flag(False)
-    force_quick_gelu: bool = flag(False)
-    force_custom_text: bool = flag(False)
-    force_patch_dropout: float | None = flag(None, minimum=0.0, exclusive_maximum=1.0)
-    force_image_size: int | tuple[int, ...] | None = flag(None)
-    force_context_length: int | None = flag(None, minimum=1)
-    image_mean: Sequence[float] | None = flag(None)
-    image_std: Sequence[float] | None = flag(None)
-    image_interpolation: str | None = flag(None)
-    image_resize_mode: str | None = flag(None)
-    image_backend: str = flag(
+    name: str = cli_field(dest="model")
+    aug_cfg: Mapping[str, Any] = cli_field()
+    pretrained: str | None = cli_field(None)
+    pretrained_image: bool = cli_field(False)
+    precision: str = cli_field("fp32")
+    torchscript: bool = cli_field(False)
+    force_quick_gelu: bool = cli_field(False)
+    force_custom_text: bool = cli_field(False)
+    force_patch_dropout: float | None = cli_field(None, minimum=0.0, exclusive_maximum=1.0)
+    force_image_size: int | tuple[int, ...] | None = cli_field(None)
+    force_context_length: int | None = cli_field(None, minimum=1)
+    image_mean: Sequence[float] | None = cli_field(None)
+    image_std: Sequence[float] | None = cli_field(None)
+    image_interpolation: str | None = cli_field(None)
+    image_resize_mode: str | None = cli_field(None)
+    image_backend: str = cli_field(
         "pil",
         "library that decodes training images; torchvision is three times as fast, but rounds pixel values differently",
         choices=("pil", "torchvision"),
         needs="train_data",
     )
-    cache_dir: str | None = flag(None)
-    siglip_start: bool = flag(False, dest="siglip")
-    lock_image: bool = flag(False)
-    lock_image_unlocked_groups: int = flag(0, needs="lock_image", minimum=0)
-    image_features: str | None = flag(
+    cache_dir: str | None = cli_field(None)
+    siglip_start: bool = cli_field(False, dest="siglip")
+    lock_image: bool = cli_field(False)
+    lock_image_unlocked_groups: int = cli_field(0, needs="lock_image", minimum=0)
+    image_features: str | None = cli_field(
         None,
         "folder for the image embeddings of the training data: a locked image tower runs once, without augmentation, to "
         "write them",
         needs="lock_image",
     )
-    lock_text: bool = flag(False)
-    lock_text_unlocked_layers: int = flag(0, needs="lock_text", minimum=0)
-    lock_text_freeze_layer_norm: bool = flag(False, needs="lock_text")
-    grad_checkpointing: bool = flag(False)
+    lock_text: bool = cli_field(False)
+    lock_text_unlocked_layers: int = cli_field(0, needs="lock_text", minimum=0)
+    lock_text_freeze_layer_norm: bool = cli_field(False, needs="lock_text")
+    grad_checkpointing: bool = cli_field(False)
     trace: int | None = None  # batch size for torch.jit.trace, used in evaluation only
     lora: LoraConfig = LoraConfig()
 
@@ -149,12 +149,12 @@ class LossConfig:
 
 def _tower_lr(tower: str) -> Any:
     hint = f"to freeze this tower, use --lock-{tower}"
-    return flag(None, f"learning rate of the {tower} tower (default: --lr)", exclusive_minimum=0.0, hint=hint)
+    return cli_field(None, f"learning rate of the {tower} tower (default: --lr)", exclusive_minimum=0.0, hint=hint)
 
 
 def _layer_decay(tower: str) -> Any:
     text = f"ratio of each {tower} layer's learning rate to the next layer's; the head has the full learning rate"
-    return flag(1.0, text, exclusive_minimum=0.0, maximum=1.0)
+    return cli_field(1.0, text, exclusive_minimum=0.0, maximum=1.0)
 
 
 @dataclass(frozen=True)
@@ -164,20 +164,20 @@ class OptimizerConfig:
     ``weight_decay`` applies to parameters with more than one dimension. None means the default of the timm optimizer.
     """
 
-    name: str = flag("adamw", dest="opt")
-    lr: float = flag(5e-4, exclusive_minimum=0.0, hint="to evaluate only, remove --train-data")
-    weight_decay: float = flag(0.2, dest="wd", minimum=0.0)
-    beta1: float | None = flag(0.9, minimum=0.0, exclusive_maximum=1.0)
-    beta2: float | None = flag(0.98, minimum=0.0, exclusive_maximum=1.0)
-    eps: float | None = flag(1e-6, exclusive_minimum=0.0)
-    momentum: float | None = flag(None, minimum=0.0, exclusive_maximum=1.0)
-    lookahead_steps: int | None = flag(
+    name: str = cli_field("adamw", dest="opt")
+    lr: float = cli_field(5e-4, exclusive_minimum=0.0, hint="to evaluate only, remove --train-data")
+    weight_decay: float = cli_field(0.2, dest="wd", minimum=0.0)
+    beta1: float | None = cli_field(0.9, minimum=0.0, exclusive_maximum=1.0)
+    beta2: float | None = cli_field(0.98, minimum=0.0, exclusive_maximum=1.0)
+    eps: float | None = cli_field(1e-6, exclusive_minimum=0.0)
+    momentum: float | None = cli_field(None, minimum=0.0, exclusive_maximum=1.0)
+    lookahead_steps: int | None = cli_field(
         None, "optimizer steps per LookAhead step, with --opt timm/lookahead_NAME (CLIP-Lite: 5; default: 6)", minimum=1
     )
-    kwargs: tuple[str, ...] = flag(
+    kwargs: tuple[str, ...] = cli_field(
         (), "more arguments of the optimizer, each as NAME=VALUE, such as amsgrad=True", dest="opt_kwargs"
     )
-    decay_excluded: tuple[str, ...] = flag(
+    decay_excluded: tuple[str, ...] = cli_field(
         (), "name patterns of parameters without weight decay, such as '*positional_embedding'", dest="wd_exclude"
     )
     lr_image: float | None = _tower_lr("image")
@@ -202,15 +202,15 @@ class ScheduleConfig:
     ``warmup`` is a number of optimizer steps, or below 1, their share in the run.
     """
 
-    name: str = flag("cosine", dest="lr_scheduler", choices=("cosine", "const", "const-cooldown"))
-    lr: float = flag(5e-4)
-    epochs: int = flag(32)
-    warmup: float = flag(10_000, minimum=0)
-    lr_min: float = flag(0.0, "learning rate at the end of --lr-scheduler cosine (FastCLIP: 4e-5)", minimum=0.0)
-    cooldown_epochs: int | None = flag(None, dest="epochs_cooldown", minimum=0)
-    cooldown_power: float = flag(1.0, dest="lr_cooldown_power", minimum=0.0)
-    cooldown_end: float = flag(0.0, dest="lr_cooldown_end", minimum=0.0)
-    skip: bool = flag(False, dest="skip_scheduler")
+    name: str = cli_field("cosine", dest="lr_scheduler", choices=("cosine", "const", "const-cooldown"))
+    lr: float = cli_field(5e-4)
+    epochs: int = cli_field(32)
+    warmup: float = cli_field(10_000, minimum=0)
+    lr_min: float = cli_field(0.0, "learning rate at the end of --lr-scheduler cosine (FastCLIP: 4e-5)", minimum=0.0)
+    cooldown_epochs: int | None = cli_field(None, dest="epochs_cooldown", minimum=0)
+    cooldown_power: float = cli_field(1.0, dest="lr_cooldown_power", minimum=0.0)
+    cooldown_end: float = cli_field(0.0, dest="lr_cooldown_end", minimum=0.0)
+    skip: bool = cli_field(False, dest="skip_scheduler")
 
     def warmup_steps(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of ``steps`` steps."""
@@ -221,36 +221,36 @@ class ScheduleConfig:
 class ParallelConfig:
     """How the model is distributed over processes, and whether it is compiled."""
 
-    fsdp: bool = flag(False, "shard parameters, gradients and optimizer state over the processes (FSDP2, not DDP)")
-    keep_gathered: bool = flag(
+    fsdp: bool = cli_field(False, "shard parameters, gradients and optimizer state over the processes (FSDP2, not DDP)")
+    keep_gathered: bool = cli_field(
         False,
         "with --fsdp: keep parameters gathered from the forward to the backward pass; less communication, more memory",
         dest="fsdp_no_reshard_after_forward",
         needs="fsdp",
     )
-    static_graph: bool = flag(False, dest="ddp_static_graph")
-    sync_batchnorm: bool = flag(False, dest="use_bn_sync")
-    compile: bool = flag(False, dest="torchcompile")
-    compile_loss: bool = flag(
+    static_graph: bool = cli_field(False, dest="ddp_static_graph")
+    sync_batchnorm: bool = cli_field(False, dest="use_bn_sync")
+    compile: bool = cli_field(False, dest="torchcompile")
+    compile_loss: bool = cli_field(
         False, "compile the loss into one graph: less host time per step, but a startup delay of up to a minute"
     )
-    grad_checkpointing: bool = flag(False)
+    grad_checkpointing: bool = cli_field(False)
 
 
 @dataclass(frozen=True)
 class StepConfig:
     """The flags of an optimizer step. ``precision`` is OpenCLIP's name for a combination of dtypes."""
 
-    precision: str = flag("fp32")
-    grad_clip_norm: float | None = flag(None, exclusive_minimum=0.0)
-    text_groups: int = flag(
+    precision: str = cli_field("fp32")
+    grad_clip_norm: float | None = cli_field(None, exclusive_minimum=0.0)
+    text_groups: int = cli_field(
         4,
         "encode the texts of a batch in up to N groups of similar length, without the padding of OpenCLIP; 1: with padding",
         minimum=1,
         maximum=8,
         needs="train_data",
     )
-    model_ema_decay: float | None = flag(
+    model_ema_decay: float | None = cli_field(
         None,
         "decay of a moving average of the weights, such as 0.9999; evaluations and checkpoints use the average",
         exclusive_minimum=0.0,
@@ -263,10 +263,10 @@ class StepConfig:
 class RunLength:
     """The number of epochs, and settings that count micro-batches or optimizer steps."""
 
-    epochs: int = flag(minimum=1, hint="to evaluate only, remove --train-data")
-    accum_freq: int = flag(1)
-    log_every: int = flag(100, dest="log_every_n_steps", minimum=1)
-    max_skipped_steps: int = flag(50, "stop after N consecutive steps with non-finite gradients", minimum=1)
+    epochs: int = cli_field(minimum=1, hint="to evaluate only, remove --train-data")
+    accum_freq: int = cli_field(1)
+    log_every: int = cli_field(100, dest="log_every_n_steps", minimum=1)
+    max_skipped_steps: int = cli_field(50, "stop after N consecutive steps with non-finite gradients", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -275,11 +275,11 @@ class SavePolicy:
 
     folder: Path | None
     name: str
-    every_epochs: int = flag(1, dest="save_frequency", minimum=0)
-    every_steps: int = flag(0, "also save every N optimizer steps (0: never)", dest="save_every_steps", minimum=0)
-    most_recent: bool = flag(False, dest="save_most_recent")
-    delete_previous: bool = flag(False, dest="delete_previous_checkpoint")
-    best_metric: str | None = flag(
+    every_epochs: int = cli_field(1, dest="save_frequency", minimum=0)
+    every_steps: int = cli_field(0, "also save every N optimizer steps (0: never)", dest="save_every_steps", minimum=0)
+    most_recent: bool = cli_field(False, dest="save_most_recent")
+    delete_previous: bool = cli_field(False, dest="delete_previous_checkpoint")
+    best_metric: str | None = cli_field(
         None, "save the model with the best value of this metric as best.pt", dest="keep_best"
     )
 
@@ -289,25 +289,27 @@ class EvaluationConfig:
     """Evaluations at intervals of epochs, and after the last epoch. With an interval of 0, an evaluation never runs."""
 
     val_data: DataSpec | None = None
-    val_every: int = flag(1, dest="val_frequency", minimum=0)
+    val_every: int = cli_field(1, dest="val_frequency", minimum=0)
     # Images of the user's classes, with the class as caption (--val-classes), evaluated as often as val_data.
     class_data: DataSpec | None = None
     scores_kept: bool = False  # whether a held-out part of --keep-data is evaluated, as often as val_data
     kept_tasks: tuple[str, ...] = ()  # paths of --keep-tasks, evaluated as often as val_data
-    imagenet_val: str | None = flag(None)
-    imagenet_v2: str | None = flag(None)
-    imagenet_every: int = flag(2, dest="zeroshot_frequency", minimum=0)
-    suite: str | None = flag(
+    imagenet_val: str | None = cli_field(None)
+    imagenet_v2: str | None = cli_field(None)
+    imagenet_every: int = cli_field(2, dest="zeroshot_frequency", minimum=0)
+    suite: str | None = cli_field(
         None,
         "DataComp tasks to evaluate during training",
         dest="eval_suite",
         needs="eval_data_dir",
         choices=("quick", "full"),
     )
-    suite_data: str | None = flag(None, "folder with DataComp's data", dest="eval_data_dir", needs="eval_suite")
-    suite_every: int = flag(1, "evaluate --eval-suite every N epochs and after the last epoch", dest="eval_frequency")
-    batch_size: int = flag(64)
-    workers: int = flag(0)
+    suite_data: str | None = cli_field(None, "folder with DataComp's data", dest="eval_data_dir", needs="eval_suite")
+    suite_every: int = cli_field(
+        1, "evaluate --eval-suite every N epochs and after the last epoch", dest="eval_frequency"
+    )
+    batch_size: int = cli_field(64)
+    workers: int = cli_field(0)
 
     @property
     def frequencies(self) -> list[int]:
@@ -333,19 +335,19 @@ class EvaluationConfig:
 class FineTuningConfig:
     """What is scored and chosen before and after a run that starts from pretrained weights."""
 
-    val_classes: str | None = flag(
+    val_classes: str | None = cli_field(
         None, "images of your classes: a folder with a subfolder for each class, or a table with a column of classes"
     )
-    keep_tasks: str | None = flag(
+    keep_tasks: str | None = cli_field(
         None,
         "what the model must keep: class folders, tables of labels or pairs, or folders of DataComp, joined by '::'",
     )
-    is_compared: bool = flag(
+    is_compared: bool = cli_field(
         True,
         "with --pretrained: score the pretrained model first, and mix its weights with the trained weights at the end",
         dest="before_after",
     )
-    keep_at_least: float = flag(
+    keep_at_least: float = cli_field(
         0.9,
         "the chosen mix of weights keeps this share of the pretrained model's score on held-out --keep-data and --keep-tasks",
         minimum=0.0,
@@ -362,10 +364,10 @@ class RunFolderConfig:
     resume_latest: bool = False  # whether to continue the run that the folder contains, if any
     log_local_rank: int | None = None  # with --log-local: this process's rank on its node, where rank 0 logs
     rank: int = 0
-    debug: bool = flag(False)
-    remote_sync: str | None = flag(None)
-    remote_every: int = flag(300, dest="remote_sync_frequency")
-    remote_protocol: str = flag("s3", dest="remote_sync_protocol")
+    debug: bool = cli_field(False)
+    remote_sync: str | None = cli_field(None)
+    remote_every: int = cli_field(300, dest="remote_sync_frequency")
+    remote_protocol: str = cli_field("s3", dest="remote_sync_protocol")
 
     @property
     def remote(self) -> str | None:
@@ -388,11 +390,11 @@ class ReportingConfig:
     """Destinations of metrics in addition to the log and ``metrics.jsonl``: ``wandb`` and ``tensorboard``."""
 
     destinations: frozenset[str] = frozenset()
-    epochs: int = flag(1)
-    warmup: float = flag(0)
+    epochs: int = cli_field(1)
+    warmup: float = cli_field(0)
     name: str = ""
-    wandb_project: str = flag("open-clip", dest="wandb_project_name")
-    wandb_notes: str = flag("")
+    wandb_project: str = cli_field("open-clip", dest="wandb_project_name")
+    wandb_notes: str = cli_field("")
     resumes: bool = False
 
 
@@ -431,23 +433,23 @@ class RunPlan:
     folder: RunFolderConfig
     reporting: ReportingConfig
     flags: Mapping[str, Any]  # the derived values of all flags, by Python name
-    device: str | None = flag(None)  # None means OpenCLIP's default, cuda
-    rank_patience: float | None = flag(
+    device: str | None = cli_field(None)  # None means OpenCLIP's default, cuda
+    rank_patience: float | None = cli_field(
         600.0, "seconds without a rank's heartbeat after which the run ends ('none': never)", exclusive_minimum=0.0
     )
-    shared_batch: int | None = flag(
+    shared_batch: int | None = cli_field(
         None,
         "samples per optimizer step over all GPUs; --batch-size is then a maximum, and --accum-freq a minimum",
         dest="global_batch",
         minimum=1,
     )
-    dry_run: bool = flag(
+    dry_run: bool = cli_field(
         False,
         "take two steps with captions of full length, print their time and memory, and write nothing",
         needs="train_data",
     )
-    resume: str | None = flag(None)
-    copy_codebase: bool = flag(False)
+    resume: str | None = cli_field(None)
+    copy_codebase: bool = cli_field(False)
 
     @property
     def world_size(self) -> int:

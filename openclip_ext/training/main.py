@@ -11,7 +11,7 @@ import sys
 
 from openclip_ext import __version__
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.messages import say, until_pipe_breaks
+from openclip_ext.cli.messages import echo, until_pipe_breaks
 from openclip_ext.training.flags import parse
 
 
@@ -40,7 +40,7 @@ def cli() -> None:
             config = parse(sys.argv[1:])
     except ValueError as error:
         if is_first:
-            say(f"error: {error}", sys.stderr)
+            echo(f"error: {error}", sys.stderr)
         raise SystemExit(2) from error
     # Without a handler, SIGUSR1 would kill the process.
     signal.signal(signal.SIGUSR1, lambda *_: print("SIGUSR1: nothing to save yet", file=sys.stderr))

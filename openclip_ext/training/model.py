@@ -122,7 +122,7 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
             compat.lock_text_tower(model, layers, config.lock_text_freeze_layer_norm)
     if config.lora.rank is not None:
         add_adapters(model, config.lora, config.weights)
-    if distributed.is_master() and (config.lock_image or config.lock_text or config.lora.rank is not None):
+    if distributed.is_rank0() and (config.lock_image or config.lock_text or config.lora.rank is not None):
         logger.info("Frozen layers stay in evaluation mode: no update of BatchNorm statistics, no dropout.")
     _seed(seed + distributed.rank())
     if config.trace is not None:
@@ -181,7 +181,7 @@ def build_loss(
     On the meta device, the loss has state for up to :data:`META_SAMPLES` samples, because state is allocated on the CPU first.
     Raise UsageError if the loss would ignore an output of the model.
     """
-    if config.without_effect and distributed.is_master():
+    if config.without_effect and distributed.is_rank0():
         logger.warning(f"Flags without effect on --loss {config.name}: {', '.join(config.without_effect)}.")
     width = compat.embedding_dim(model_name, model)
     options = dict(config.options if options is None else options)

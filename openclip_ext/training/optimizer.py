@@ -255,7 +255,7 @@ def create_schedule(
     """
     steps = steps_per_epoch * config.epochs
     warmup = config.warmup_steps(steps)
-    if warmup >= steps and not config.skip and distributed.is_master():
+    if warmup >= steps and not config.skip and distributed.is_rank0():
         logger.warning(f"Lower --warmup {warmup:,}: a run of {steps:,} steps does not reach --lr {config.lr:g}.")
     cooldown = None if config.cooldown_epochs is None else steps_per_epoch * config.cooldown_epochs
     encoders = compat.create_scheduler(

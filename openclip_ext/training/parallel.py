@@ -93,7 +93,7 @@ class ShardedDataParallel(nn.Module):
         is_narrow = bool(dtypes & {torch.float16, torch.bfloat16})
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_narrow else None)
         # The copy is in a list, so that PyTorch does not register it as a submodule.
-        self.whole = [copy.deepcopy(model).cpu()] if keep_whole and distributed.is_master() else []
+        self.whole = [copy.deepcopy(model).cpu()] if keep_whole and distributed.is_rank0() else []
         self.scalars = _give_scalars_a_dimension(model)
         mesh = init_device_mesh(device.type, (distributed.world_size(),))
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
@@ -183,10 +183,10 @@ def whole_model(model: nn.Module, needed: bool) -> Iterator[nn.Module | None]:
     If ``needed`` is False on rank 0, all ranks yield None. Collective: all ranks call it.
     """
     if not isinstance(model, ShardedDataParallel):
-        yield compat.unwrap(model) if needed and distributed.is_master() else None
+        yield compat.unwrap(model) if needed and distributed.is_rank0() else None
         return
     state = model.state_dict() if distributed.broadcast_object(needed) else None
-    if state is None or not distributed.is_master():
+    if state is None or not distributed.is_rank0():
         yield None
         return
     (copied,) = model.whole
@@ -249,7 +249,7 @@ def _gathered(value: Any, is_scalar: bool) -> Any:
     if not isinstance(value, DTensor):
         return value
     full = value.full_tensor()
-    if not distributed.is_master():
+    if not distributed.is_rank0():
         return None
     return full.reshape(()).cpu() if is_scalar else full.cpu()
 

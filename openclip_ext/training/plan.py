@@ -7,7 +7,7 @@ from typing import Any
 
 from openclip_ext import distributed
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import echo
 from openclip_ext.cli.options import OptionError, from_flags, with_flags
 from openclip_ext.data.loader.build import number_of_pairs
 from openclip_ext.data.loader.config import KeepConfig, TrainLoaderConfig
@@ -51,9 +51,9 @@ def plan_run(config: Config, processes: Mapping[str, Any], date: str = "now") ->
     except (ValueError, OSError):
         return plan
     plan = resolve(config, processes, date, pairs)
-    if distributed.is_master():
+    if distributed.is_rank0():
         values = configurations.words(plan.flags, ["loss", *config.by_pairs])
-        say(f"--config {config.flags['config']} for {pairs:,} pairs: {values}", sys.stderr)
+        echo(f"--config {config.flags['config']} for {pairs:,} pairs: {values}", sys.stderr)
     return plan
 
 

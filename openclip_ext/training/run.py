@@ -17,7 +17,7 @@ import torch.distributed as dist
 from openclip_ext import compat, distributed
 from openclip_ext.checkpoint.format import Position
 from openclip_ext.cli.errors import UsageError, one_line
-from openclip_ext.cli.messages import get_logger, say
+from openclip_ext.cli.messages import echo, get_logger
 from openclip_ext.data.loader.workers import WorkerError
 from openclip_ext.data.sources.source import BadDataError
 from openclip_ext.model_configs import add_model_configs
@@ -66,10 +66,10 @@ def run(config: Config) -> None:
     check_device(config.flags["device"])
     number = 1 if config.flags.get("dist_url") else distributed.check_launcher()
     if number > 1 and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0":
-        say(f"Waiting for {number} processes to connect to {os.environ['MASTER_ADDR']} ...", sys.stderr)
+        echo(f"Waiting for {number} processes to connect to {os.environ['MASTER_ADDR']} ...", sys.stderr)
     processes = argparse.Namespace(**{**config.flags, "device": config.flags["device"] or "cuda"})
     device = _connect(processes)
-    distributed.set_patience(distributed.START_PATIENCE)
+    distributed.set_timeout(distributed.START_TIMEOUT)
     handlers = list(logging.root.handlers)
     try:
         date = distributed.broadcast_object(datetime.now().strftime("%Y_%m_%d-%H_%M_%S"))
@@ -86,7 +86,7 @@ def run(config: Config) -> None:
                     from openclip_ext.training.dry_run import dry_run
 
                     found = dry_run(plan, build(config, plan, device, folder, start))
-                    say(found) if distributed.is_master() else None
+                    echo(found) if distributed.is_rank0() else None
                 else:
                     _train(plan, build(config, plan, device, folder, start), folder, start)
     except SystemExit:
@@ -140,15 +140,15 @@ def _train(plan: RunPlan, trainer: Trainer, folder: Path | None, start: Start) -
     has_steps_left = trainer.position.epoch < plan.length.epochs
     is_mixed = _is_mixed(plan, trainer)
     try:
-        lacks = distributed.on_master(lambda: restoring.lacks_evaluation(folder, trainer.position))
+        lacks = distributed.on_rank0(lambda: restoring.lacks_evaluation(folder, trainer.position))
         # A pretrained model is also scored before the first step.
         is_due = is_mixed if trainer.position.epoch == 0 else start.checkpoint is not None
         trainer.fit(evaluate_first=is_due and lacks)
-        lacks_mix = distributed.on_master(lambda: folder is not None and not (folder / SCORES_FILE).exists())
+        lacks_mix = distributed.on_rank0(lambda: folder is not None and not (folder / SCORES_FILE).exists())
         mixes = _mix(plan, trainer, folder) if is_mixed and (has_steps_left or lacks_mix) else None
     finally:
         trainer.reporter.close()
-    if folder is not None and distributed.is_master() and (has_steps_left or mixes is not None):
+    if folder is not None and distributed.is_rank0() and (has_steps_left or mixes is not None):
         last = folder / "checkpoints" / f"epoch_{plan.length.epochs}.pt"
         chosen = last if mixes is None else folder / MODEL_FILE
         line = models.loading_line(plan.model, parallel.unwrap(trainer.model), folder, chosen)
@@ -179,7 +179,7 @@ def _mix(plan: RunPlan, trainer: Trainer, folder: Path | None) -> "Mixes | None"
 
     mixes = None
     content = trainer.model_file()
-    if distributed.is_master():
+    if distributed.is_rank0():
         tasks = [scheduled for scheduled in trainer.tasks if isinstance(scheduled.task, ScoredTask)]
         logger.info("Scoring mixes of the pretrained and the trained weights ...")
         try:
@@ -204,7 +204,7 @@ def _evaluate_only(plan: RunPlan, device: torch.device, folder: Path | None, sta
     if (checkpoint := start.checkpoint) is not None:
         restoring.load_model(built.model, checkpoint.model_file["state_dict"], checkpoint.path)
         position, weights = checkpoint.position, checkpoint.path
-    if distributed.is_master():
+    if distributed.is_rank0():
         heads = read_heads(weights) if weights else None
         if not weights:
             logger.warning("The evaluated model is untrained: give its weights with --pretrained or --resume.")
@@ -232,15 +232,17 @@ def program(config: Config) -> None:
     try:
         run(config)
     except (BadDataError, WorkerError, TrainingDiverged, SaveFailed) as error:
-        say(f"error: {error}", sys.stderr)
+        echo(f"error: {error}", sys.stderr)
         raise SystemExit(1) from error
     except RuntimeError as error:
         if not distributed.is_lost_peer(error) or config.flags["debug"]:
             raise
-        say("error: another rank failed; see its error. --resume latest continues from the last checkpoint", sys.stderr)
+        echo(
+            "error: another rank failed; see its error. --resume latest continues from the last checkpoint", sys.stderr
+        )
         raise SystemExit(1) from error
     except (ValueError, FileNotFoundError) as error:
         if not isinstance(error, UsageError) and config.flags["debug"]:
             raise
-        say(f"error: {error}", sys.stderr)
+        echo(f"error: {error}", sys.stderr)
         raise SystemExit(2) from error

@@ -120,7 +120,7 @@ class Trainer:
         set_training_mode(self.model)
         self.loss.train()
         self.loss.start_epoch(epoch)
-        if distributed.is_master():
+        if distributed.is_rank0():
             logger.info(f"Start epoch {epoch}")
         batches = self.loader.iterate(epoch, signals.interruptible)
         # Garbage is collected on all ranks in the same steps, because one rank's collection makes all ranks wait.
@@ -143,7 +143,7 @@ class Trainer:
         self._repeats.add(batches)
         terms = self.step(batches, position.step)
         if not self._has_stepped:
-            distributed.set_patience(distributed.STEP_PATIENCE)
+            distributed.set_timeout(distributed.STEP_TIMEOUT)
             self._has_stepped = True
         is_last = position.step_in_epoch + 1 >= self.steps_per_epoch
         is_logged = position.step_in_epoch % self.length.log_every == 0 or is_last
@@ -182,7 +182,7 @@ class Trainer:
             self._stop(signals)
 
     def _stop(self, signals: SignalRequests) -> NoReturn:
-        if distributed.is_master():
+        if distributed.is_rank0():
             logger.warning(f"Stopped by a signal after step {self.position.step}; continue with --resume latest.")
         raise SystemExit(signals.exit_status)
 
@@ -195,7 +195,7 @@ class Trainer:
         """Log the skipped steps with the samples of all ranks. Collective: all ranks call it."""
         for step in steps:
             parts = distributed.all_gather_object(step)
-            if not distributed.is_master():
+            if not distributed.is_rank0():
                 continue
             affected = [part for part in parts if part.are_bad] or parts
             samples = [sample for part in affected for sample in part.samples]
@@ -260,7 +260,7 @@ class Trainer:
     def _save_mid_epoch(self, must_succeed: bool) -> None:
         self._report_skipped(self.step.guard.poll_outcomes(wait=True))
         path = self._save(f"epoch_{self.position.epoch}_step_{self.position.step}", must_succeed)
-        if path is not None and distributed.is_master():
+        if path is not None and distributed.is_rank0():
             saving.remove_older_mid_epoch(path.parent, kept=path)
 
     def _is_kept(self, epochs: int) -> bool:
@@ -279,7 +279,7 @@ class Trainer:
             saved = self._save(f"epoch_{completed}", must_succeed=completed == self.length.epochs)
         if policy.most_recent:
             saved = self._save(ckpt.LATEST, must_succeed=False) or saved
-        if saved is None or not distributed.is_master():
+        if saved is None or not distributed.is_rank0():
             return
         saving.remove_older_mid_epoch(saved.parent, kept=saved)
         every = max(1, policy.every_epochs)
@@ -307,11 +307,11 @@ class Trainer:
         except OSError as error:
             if must_succeed:
                 raise SaveFailed(f"the last checkpoint {name}.pt could not be saved: {error}") from error
-            if distributed.is_master():
+            if distributed.is_rank0():
                 logger.warning(f"Checkpoint {name}.pt could not be saved ({error}); training continues.")
             return None
         self._saved_step = position.step
-        if distributed.is_master():
+        if distributed.is_rank0():
             with contextlib.suppress(OSError):
                 (folder.parent / SAVED).touch()
         return path
@@ -336,7 +336,7 @@ class Trainer:
         head = self.loss.model_head()
         if head is not None:
             content[HEADS_KEY] = heads_entry(head)
-        if lora.is_adapted(model) and distributed.is_master():
+        if lora.is_adapted(model) and distributed.is_rank0():
             content = lora.with_merged(content, model)
         return content
 

@@ -71,7 +71,7 @@ def build_tasks(
 
     ``held_out`` contains the held-out pairs of ``--keep-data``, if any.
     """
-    if not distributed.is_master() or not config.frequencies:
+    if not distributed.is_rank0() or not config.frequencies:
         return []
     from openclip_ext.evaluation.encoder import Encoder, resolve_precision
     from openclip_ext.evaluation.open_tasks import datacomp_suite, imagenet_task

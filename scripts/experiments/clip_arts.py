@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from openclip_ext.cli import command_line
-from openclip_ext.cli.options import flag, from_flags
+from openclip_ext.cli.options import cli_field, from_flags
 from scripts.experiments.icons import canonical_name, split_words
 from scripts.experiments.pairs import Pair, complete_folder, png_on_white, program, seeded_order, write_dataset
 
@@ -36,10 +36,10 @@ class ClipArtsConfig:
     Pairs that are not in the validation or test split are for training.
     """
 
-    num_val: int = flag(700, "validation pairs")
-    num_test: int = flag(700, "test pairs")
-    image_size: int = flag(64, "width and height of the images in pixels")
-    seed: int = flag(0, "seed of the split and the order")
+    num_val: int = cli_field(700, "validation pairs")
+    num_test: int = cli_field(700, "test pairs")
+    image_size: int = cli_field(64, "width and height of the images in pixels")
+    seed: int = cli_field(0, "seed of the split and the order")
 
 
 def read_pairs(source: Path, config: ClipArtsConfig) -> list[Pair]:

@@ -42,7 +42,7 @@ from openclip_ext.compare.trials import Results, Run, Trials, read_results
 from openclip_ext.data.loader.build import build_eval_loader
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.encoder import Encoder
-from openclip_ext.files.writing import held, output_path
+from openclip_ext.files.writing import file_lock, output_path
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.pages.charts import PALETTE
 from openclip_ext.pages.rendering import markdown_table
@@ -307,7 +307,7 @@ def main(argv: list[str]) -> None:
         if args.figure:
             draw(about, read_results(args.results), args.figure)
         return
-    with held(args.results.parent, f".{args.results.name}.lock"):
+    with file_lock(args.results.parent, f".{args.results.name}.lock"):
         failures = run_all(about, args)
     if failures:
         sys.exit(f"{len(failures)} runs failed. Repeat the command to run them again")

@@ -53,7 +53,7 @@ from openclip_ext.data.reference import REFERENCE_KEYS, EmbeddingStore
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.diagnostics.estimation_error import measure
 from openclip_ext.evaluation.ranks import ranks_of_best_match
-from openclip_ext.files.writing import held, output_path
+from openclip_ext.files.writing import file_lock, output_path
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
 from openclip_ext.training.config import LossConfig
@@ -378,7 +378,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--start", type=Path, metavar="FILE", help="file with the initial weights of all models")
     parser.add_argument("--reference", type=Path, help="folder with embeddings of the training data")
     args = parser.parse_args(argv)
-    with held(args.results.parent, f".{args.results.name}.lock"):
+    with file_lock(args.results.parent, f".{args.results.name}.lock"):
         grid = json.loads(args.grid.read_text())
         failures = run_all(grid, args.data, args.results, args.workers, args.reference, args.start)
     if failures:

@@ -32,7 +32,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from openclip_ext.cli import command_line
-from openclip_ext.cli.options import flag, from_flags
+from openclip_ext.cli.options import cli_field, from_flags
 from scripts.experiments.pairs import SPLITS, Pair, complete_folder, png_on_white, program, seeded_order, write_dataset
 
 PACKAGE = "@iconify/json"
@@ -87,14 +87,14 @@ class Icon:
 class IconsConfig:
     """Settings that determine the bytes of the shards, for one version of the collection."""
 
-    num_train: int = flag(11_000, "number of training pairs (at most 298,000, with --min-authors 1)")
-    num_val: int = flag(2000, "number of validation pairs, from held-out sets")
-    num_test: int = flag(2000, "number of test pairs, from held-out sets that validation does not use")
-    image_size: int = flag(64, "width and height of the images in pixels")
-    min_authors: int = flag(10, "use only icon names that at least this many training authors have drawn")
-    seed: int = flag(0, "seed for choosing the held-out sets and the icons")
-    val_sets: tuple[str, ...] = flag((), "prefixes of the validation sets; by default, the seed chooses them")
-    test_sets: tuple[str, ...] = flag((), "prefixes of the test sets; by default, the seed chooses them")
+    num_train: int = cli_field(11_000, "number of training pairs (at most 298,000, with --min-authors 1)")
+    num_val: int = cli_field(2000, "number of validation pairs, from held-out sets")
+    num_test: int = cli_field(2000, "number of test pairs, from held-out sets that validation does not use")
+    image_size: int = cli_field(64, "width and height of the images in pixels")
+    min_authors: int = cli_field(10, "use only icon names that at least this many training authors have drawn")
+    seed: int = cli_field(0, "seed for choosing the held-out sets and the icons")
+    val_sets: tuple[str, ...] = cli_field((), "prefixes of the validation sets; by default, the seed chooses them")
+    test_sets: tuple[str, ...] = cli_field((), "prefixes of the test sets; by default, the seed chooses them")
 
     def count(self, split: str) -> int:
         return {"train": self.num_train, "val": self.num_val, "test": self.num_test}[split]

@@ -25,7 +25,7 @@ from openclip_ext.diagnostics.inspect import findings
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.evaluation.embed import main as write_reference
 from openclip_ext.evaluation.encoder import Embeddings, Encoder, tables
-from openclip_ext.files.writing import held
+from openclip_ext.files.writing import file_lock
 from openclip_ext.losses.registry import create_loss
 from tests.references import contrastive as reference
 from tests.training.runs import NUM_SAMPLES, command, contents, run
@@ -357,5 +357,5 @@ def test_wrong_arguments_are_refused(trained, shards, tmp_path, capsys):
     with pytest.raises(SystemExit):
         inspect.main([str(trained), "--leave-out", "dups"])
     assert "--leave-out: " in (error := capsys.readouterr().err) and "expected one or more of" in error
-    with held(tmp_path / "both"), pytest.raises(ValueError, match=r"another process writes into .*both"):
+    with file_lock(tmp_path / "both"), pytest.raises(ValueError, match=r"another process writes into .*both"):
         inspect.main([str(trained), "--output", str(tmp_path / "both")])

@@ -191,7 +191,7 @@ def run_that_loses_its_checkpoints(argv: list[str]) -> str:
 
     def denied(original):
         def call(path, *args, **options):
-            if "checkpoints" in path.parts and distributed.is_master():
+            if "checkpoints" in path.parts and distributed.is_rank0():
                 raise PermissionError(13, "Permission denied", str(path))
             return original(path, *args, **options)
 

@@ -130,7 +130,7 @@ WRAPPINGS = {"replicated": _replicated, "sharded": _sharded, "compiled": _compil
 def test_a_wrapped_model_takes_the_same_steps(wrapping, device, group_of_one):
     if wrapping == "sharded" and not CAN_SHARD:
         pytest.skip("this torch shards parameters only on a GPU")
-    distributed.set_patience(distributed.STEP_PATIENCE)
+    distributed.set_timeout(distributed.STEP_TIMEOUT)
     losses = []
     for wrap in (None, WRAPPINGS[wrapping]):
         training = TinyTraining("fastclip", Way(device=device))

@@ -64,7 +64,7 @@ class BadSamples:
         """Record a bad sample that this rank has found. With a single rank, raise BadDataError if there are too many."""
         if sample.index in self._unread or self._found.get(sample.index, self._epoch + 1) <= self._epoch:
             return
-        if sample.index not in self._new and distributed.is_master():
+        if sample.index not in self._new and distributed.is_rank0():
             self._log(sample)
         self._new[sample.index] = sample
         if distributed.world_size() == 1:  # several ranks raise together, in exchange()
@@ -74,7 +74,7 @@ class BadSamples:
         """Share new bad samples; raise BadDataError on all ranks if there are too many. Collective: all ranks call it."""
         for rank, samples in enumerate(distributed.all_gather_object(list(self._new.values()))):
             for sample in samples:
-                if rank and distributed.is_master():
+                if rank and distributed.is_rank0():
                     self._log(sample)
                 if sample.is_read:
                     self._found[sample.index] = min(self._epoch, self._found.get(sample.index, self._epoch))
@@ -104,7 +104,7 @@ class BadSamples:
     def log_epoch(self) -> None:
         """Log how many bad samples were found in the current epoch."""
         met = sum(epoch == self._epoch for epoch in self._found.values())
-        if (met or self._unread) and distributed.is_master():
+        if (met or self._unread) and distributed.is_rank0():
             logger.warning(
                 f"Epoch {self._epoch} found {met:,} bad samples, which later epochs exclude, and {len(self._unread):,} that "
                 f"could not be read, which the next epoch retries. The worst shards: {dict(self.by_shard().most_common(5))}"

@@ -182,7 +182,7 @@ def number_of_pairs(spec: DataSpec) -> int:
     """Return the number of samples that are not excluded. Collective: all ranks call it. For errors, see build_source."""
     if spec.resolved_type == "webdataset":
         return build_source(spec).num_kept
-    return distributed.on_master(lambda: build_source(spec).num_kept)
+    return distributed.on_rank0(lambda: build_source(spec).num_kept)
 
 
 def build_other_source(spec: DataSpec) -> Source:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from openclip_ext.cli.options import check_config, flag
+from openclip_ext.cli.options import check_config, cli_field
 from openclip_ext.data.sources.spec import DataSpec
 
 
@@ -10,23 +10,23 @@ from openclip_ext.data.sources.spec import DataSpec
 class TrainLoaderConfig:
     """Batches, workers, order and augmentation of a :class:`TrainLoader`."""
 
-    batch_size: int = flag(minimum=1)  # samples of a micro-batch on one rank
-    accum_freq: int = flag(1, minimum=1)  # micro-batches of an optimizer step
-    workers: int = flag(0, minimum=0, maximum=1024)  # per rank; 0 means loading in the training process
-    seed: int = flag(0, minimum=0, maximum=2**32 - 1)  # seed of the sample order and the augmentation
+    batch_size: int = cli_field(minimum=1)  # samples of a micro-batch on one rank
+    accum_freq: int = cli_field(1, minimum=1)  # micro-batches of an optimizer step
+    workers: int = cli_field(0, minimum=0, maximum=1024)  # per rank; 0 means loading in the training process
+    seed: int = cli_field(0, minimum=0, maximum=2**32 - 1)  # seed of the sample order and the augmentation
     rank: int | None = None  # for rank and world_size, None means the value of torch.distributed
     world_size: int | None = None
     shuffle_window: int = 10_000  # samples among which a worker shuffles; about half of them are in memory
     # Augmented views per image. If > 1, ``image`` is (batch_size, views, ...), and the text belongs to the first view.
     views: int = 1
-    caption_aware_flip: bool = flag(
+    caption_aware_flip: bool = cli_field(
         False, "mirror half of the images, and exchange 'left' and 'right' in their captions"
     )
-    draw_captions: bool = flag(
+    draw_captions: bool = cli_field(
         False,
         "in each epoch, use a random caption of each sample, from all fields of --caption-key and from lists in json",
     )
-    draw_sentences: bool = flag(
+    draw_sentences: bool = cli_field(
         False, "in each epoch, use a random sentence of each caption, also of one that --draw-captions selects"
     )
     # Adds ``caption_hash`` and ``image_hash`` to batches, which are equal for equal captions and for equal image files.
@@ -46,13 +46,13 @@ class KeepConfig:
     """Rehearsal: a part of each batch comes from general pairs, so that the model keeps its general abilities."""
 
     # In the formats of --train-data. None means no rehearsal.
-    source: str | None = flag(
+    source: str | None = cli_field(
         None,
         "general pairs to rehearse, in a format of --train-data; some are held out to score what the model keeps",
         dest="keep_data",
         needs="train_data",
     )
-    share: float = flag(
+    share: float = cli_field(
         0.25,
         "share of each batch that comes from --keep-data",
         dest="keep_share",

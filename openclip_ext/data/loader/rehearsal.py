@@ -211,7 +211,7 @@ def build_rehearsal_loader(
         kept = TrainLoader(rehearsed, part, max_bad_fraction=spec.max_bad_fraction, **transforms)
     except ValueError as error:
         raise ValueError(f"--keep-data: {error}") from None
-    if distributed.is_master():
+    if distributed.is_rank0():
         logger.info(
             f"Keep data: {num_kept} of the {config.batch_size} samples of a batch come from {rehearsed.num_kept:,} pairs; "
             f"{held_out.num_kept:,} other pairs are held out to score what the model keeps."

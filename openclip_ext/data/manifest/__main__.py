@@ -9,7 +9,7 @@ from pathlib import Path
 
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import check_words
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import echo
 from openclip_ext.data.manifest.find import cache_folder, candidates
 from openclip_ext.data.manifest.manifest import FORMAT, Manifest
 from openclip_ext.data.manifest.uids import keep_listed, read_uids
@@ -68,15 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         manifest.save(output)
         journal.unlink(missing_ok=True)
     except (OSError, ValueError, RecursionError) as error:
-        say(f"error: {error}", sys.stderr)
+        echo(f"error: {error}", sys.stderr)
         return 1
     for line in manifest.report():
-        say(line)
+        echo(line)
     n, bad = manifest.num_samples, manifest.num_bad
     lost = f", about {manifest.num_lost:,} more lost in corrupt shards" if manifest.num_lost else ""
     if len(manifest.left_out):
-        say(f"{n - len(manifest.left_out):,} samples are trained on; the uids of the others are not in {args.uids}")
-    say(f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption{lost}: {output}")
+        echo(f"{n - len(manifest.left_out):,} samples are trained on; the uids of the others are not in {args.uids}")
+    echo(f"{n:,} samples in {len(urls):,} shards, {bad:,} ({bad / n:.2%}) without image or caption{lost}: {output}")
     return 0
 
 

@@ -44,7 +44,7 @@ def find_or_create_manifest(
         _log_report(found)
         return found
 
-    return distributed.on_master(find)
+    return distributed.on_rank0(find)
 
 
 def _find_or_create(urls: Sequence[str], image_key: str, caption_key: str, storage: Storage) -> Manifest:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import echo
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.manifest.find import find_or_create_manifest
 from openclip_ext.data.sources.rows import RowSource
@@ -68,11 +68,11 @@ def write(args: argparse.Namespace) -> None:
     if writer.total == 0:
         raise UsageError(f"no sample can be used: {bad[0]}. The folder {folder} has no samples")
     manifest = find_or_create_manifest(f"{folder}/*.tar")
-    say(f"{manifest.num_samples:,} samples in {len(manifest.shards):,} shards: --train-data '{folder}/*.tar'")
+    echo(f"{manifest.num_samples:,} samples in {len(manifest.shards):,} shards: --train-data '{folder}/*.tar'")
     if source.several_captions:
-        say("For all captions of a sample: --caption-key json:captions --draw-captions")
+        echo("For all captions of a sample: --caption-key json:captions --draw-captions")
     if bad:
-        say(f"{len(bad):,} rows are left out; the first: {bad[0]}")
+        echo(f"{len(bad):,} rows are left out; the first: {bad[0]}")
 
 
 def _samples(source: RowSource, bad: list[str]) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openclip_ext.cli.options import check_config, flag, from_flags
+from openclip_ext.cli.options import check_config, cli_field, from_flags
 from openclip_ext.data.sources.keys import DATA_FORMATS, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import Storage
 
@@ -19,58 +19,60 @@ class DataSpec:
 
     # Shards (see shardlist.expand_components) or a CSV file (--train-data, --val-data). None for synthetic data. Objects such
     # as pathlib.Path are accepted and become strings.
-    source: str | Sequence[str] | None = flag(None, dest="train_data")
+    source: str | Sequence[str] | None = cli_field(None, dest="train_data")
     # "auto" decides by the ending of the path.
-    dataset_type: str = flag("auto", choices=("webdataset", "csv", "synthetic", "auto"))
+    dataset_type: str = cli_field("auto", choices=("webdataset", "csv", "synthetic", "auto"))
     # Samples per epoch (--train-num-samples). None means all, or 100 for synthetic data.
-    num_samples: int | None = flag(None, dest="train_num_samples", minimum=1)
-    image_key: str = flag(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
-    caption_key: str = flag(
+    num_samples: int | None = cli_field(None, dest="train_num_samples", minimum=1)
+    image_key: str = cli_field(DEFAULT_IMAGE_KEY, "extensions of the images in the shards")
+    caption_key: str = cli_field(
         DEFAULT_CAPTION_KEY, "extension of the captions, or json:ENTRY for an entry of the json files"
     )
-    caption_weights: tuple[float, ...] = flag(
+    caption_weights: tuple[float, ...] = cli_field(
         (),
         "draw among the parts of --caption-key with these weights; missing weights are 0, for captions that only replace "
         "missing ones",
         dest="json_text_key_probs",
     )
-    hard_negative_key: str | None = flag(
+    hard_negative_key: str | None = cli_field(
         None,
         "like --caption-key (in tables and CSV files: a column), for captions that do not fit the image: additional negatives "
         "of the images",
     )
-    csv_separator: str = flag("\t")
-    csv_image_key: str = flag("filepath", dest="csv_img_key")  # column with the paths of the images
-    csv_caption_key: str = flag("title")
-    caption_template: str = flag("a photo of a {}", "caption of the images in a class folder; {} is the folder's name")
-    manifest: str | os.PathLike[str] | None = flag(
+    csv_separator: str = cli_field("\t")
+    csv_image_key: str = cli_field("filepath", dest="csv_img_key")  # column with the paths of the images
+    csv_caption_key: str = cli_field("title")
+    caption_template: str = cli_field(
+        "a photo of a {}", "caption of the images in a class folder; {} is the folder's name"
+    )
+    manifest: str | os.PathLike[str] | None = cli_field(
         None, "manifest of the training shards; it may exclude samples (default: found next to them, or created)"
     )
-    resampled: bool = flag(False, dest="dataset_resampled")  # whether shards are sampled with replacement
+    resampled: bool = cli_field(False, dest="dataset_resampled")  # whether shards are sampled with replacement
     # Relative weights of the ``::`` components of ``source`` when shards are sampled: "1::2", or a list.
-    upsampling_factors: str | Sequence[float] | None = flag(
+    upsampling_factors: str | Sequence[float] | None = cli_field(
         None, dest="train_data_upsampling_factors", needs="dataset_resampled"
     )
-    single_source: bool = flag(
+    single_source: bool = cli_field(
         False, "take all samples of a step from the same '::' source of --train-data", dest="single_source_batches"
     )
     # Embeddings of the reference model, for losses with ``--steer`` or ``--distill``.
-    reference: str | os.PathLike[str] | None = flag(
+    reference: str | os.PathLike[str] | None = cli_field(
         None,
         "folder with a reference model's embeddings of the training data, from openclip-ext embed; start: embed them first, "
         "with the pretrained model",
     )
-    max_bad_fraction: float = flag(
+    max_bad_fraction: float = cli_field(
         0.05, "stop when more than this fraction of the data set is unusable", minimum=0.0, maximum=1.0
     )
-    max_image_pixels: int | None = flag(
+    max_image_pixels: int | None = cli_field(
         None, "a sample is bad if its image has more pixels (default: Pillow's limit, 178,956,970)", minimum=1
     )
-    remote_patience: float = flag(
+    remote_patience: float = cli_field(
         300.0, "seconds for which an unreadable shard is retried before its samples count as bad", minimum=0.0
     )
-    cache_dir: str | None = flag(None, "folder that keeps copies of remote shards for all processes of the node")
-    cache_size: float = flag(
+    cache_dir: str | None = cli_field(None, "folder that keeps copies of remote shards for all processes of the node")
+    cache_size: float = cli_field(
         100.0,
         "maximum size of --cache-dir in GiB; the least recently used shards are removed",
         needs="cache_dir",

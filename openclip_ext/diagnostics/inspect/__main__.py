@@ -9,8 +9,8 @@ import torch
 
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.cli.messages import get_logger, say
-from openclip_ext.cli.options import flag, from_flags, own_options
+from openclip_ext.cli.messages import echo, get_logger
+from openclip_ext.cli.options import cli_field, from_flags, own_options
 from openclip_ext.data.manifest.manifest import Manifest
 from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.data.sources.source import Source
@@ -35,7 +35,7 @@ from openclip_ext.diagnostics.inspect.findings import (
 )
 from openclip_ext.diagnostics.inspect.outputs import Inspection
 from openclip_ext.evaluation.encoder import Embeddings
-from openclip_ext.files.writing import held, output_path
+from openclip_ext.files.writing import file_lock, output_path
 from openclip_ext.training.parser import add_flag
 
 logger = get_logger(__name__)
@@ -47,9 +47,9 @@ _MISFITS = ("misfit-captions", "misfit-images")
 
 @dataclass(frozen=True)
 class _Sizes:
-    anchors: int = flag(100_000, "number of random samples that are compared with all samples", minimum=2)
-    show: int = flag(30, "number of samples or pairs per category on the page", minimum=0)
-    seed: int = flag(0, "seed for choosing the random samples")
+    anchors: int = cli_field(100_000, "number of random samples that are compared with all samples", minimum=2)
+    show: int = cli_field(30, "number of samples or pairs per category on the page", minimum=0)
+    seed: int = cli_field(0, "seed for choosing the random samples")
 
 
 def main(argv: list[str]) -> None:
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
         raise UsageError(f"{run.loss_name} was trained on images without captions: expected a run with captions")
     manifest = _manifest_to_change(run.source, args.write_manifest) if args.leave_out else None
     folder = args.output or run.folder / "inspect" / run.checkpoint.stem
-    with held(folder):
+    with file_lock(folder):
         _inspect(run, args, thresholds, manifest, folder)
 
 
@@ -93,7 +93,7 @@ def _inspect(
     outputs.write_csv(folder / _RESULTS[2], inspection)
 
     for name, value in about.items():
-        say(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
+        echo(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
     for name, category in found.items():
         print(f"{name:<{max(map(len, found))}}  {category.count:>12,}")
     print(f"{folder / _RESULTS[0]} shows the findings; found.json and found.csv list them.")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openclip_ext.cli.options import flag
+from openclip_ext.cli.options import cli_field
 from openclip_ext.contrastive.global_loss import GlobalContrastiveLoss
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from openclip_ext.data.reference import EmbeddingStore
@@ -48,19 +48,21 @@ OF_IMAGES = ("duplicates", "duplicate-images")  # categories that contain copies
 class Thresholds:
     """Thresholds in the definitions of the categories."""
 
-    duplicate_image: float = flag(0.98, "smallest cosine similarity of duplicate images", minimum=-1, maximum=1)
-    duplicate_caption: float = flag(0.98, "smallest cosine similarity of duplicate captions", minimum=-1, maximum=1)
-    false_negative_quantile: float = flag(
+    duplicate_image: float = cli_field(0.98, "smallest cosine similarity of duplicate images", minimum=-1, maximum=1)
+    duplicate_caption: float = cli_field(
+        0.98, "smallest cosine similarity of duplicate captions", minimum=-1, maximum=1
+    )
+    false_negative_quantile: float = cli_field(
         0.9,
         "minimum similarity of false negatives, as a quantile of the similarities of positive pairs (0: no minimum)",
         minimum=0,
         maximum=1,
     )
-    deviations: float = flag(
+    deviations: float = cli_field(
         3.0, "minimum distance of a misfit's best similarity below the median, in standard deviations", minimum=0
     )
-    extremes: int = flag(100, "number of hardest samples and of easiest samples", minimum=0)
-    max_pairs: int = flag(
+    extremes: int = cli_field(100, "number of hardest samples and of easiest samples", minimum=0)
+    max_pairs: int = cli_field(
         10_000, "maximum number of pairs to list per category, the most similar first; all pairs are counted", minimum=1
     )
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from openclip_ext.cli import command_line
-from openclip_ext.cli.messages import say
+from openclip_ext.cli.messages import echo
 from openclip_ext.evaluation.report.curves import plot
 from openclip_ext.evaluation.report.page import build_page
 from openclip_ext.evaluation.report.runs import read_runs
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
         files[CURVES] = ""
     if evaluated:
         tables[-1] = markdown(evaluated, [row for row in rows if row.is_group])
-    say("\n".join(tables))
+    echo("\n".join(tables))
     print(f"Written: {', '.join(str(args.output / name) for name in sorted(files))}")
 
 

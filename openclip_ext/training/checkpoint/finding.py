@@ -29,7 +29,7 @@ def find_start(resume: str | None, config: RunFolderConfig) -> Start:
     """Find, verify and read the checkpoint of ``--resume``. Collective: all ranks call it. Rank 0 verifies for all."""
     if resume is None:
         return Start()
-    path, unreadable = distributed.on_master(lambda: _find(resume, config))
+    path, unreadable = distributed.on_rank0(lambda: _find(resume, config))
     return Start(None if path is None else read(path), unreadable)
 
 

@@ -67,7 +67,7 @@ def save(
         checksums = {name: value for part in _together(write_state) for name, value in part.items()}
         _together(lambda: _commit(target, temporary, state_folder, model_file, checksums), master_only=True)
     except OSError:
-        if distributed.is_master():
+        if distributed.is_rank0():
             shutil.rmtree(temporary, ignore_errors=True)
             if not target.exists():
                 shutil.rmtree(state_folder.parent, ignore_errors=True)
@@ -80,7 +80,7 @@ def _write_state(folder: Path, loss: ContrastiveLoss, position: Any, identity: A
     """Write this rank's files, and return their checksums."""
     tables = loss.tables()
     written = {}
-    if distributed.is_master():
+    if distributed.is_rank0():
         run = {"world_size": distributed.world_size(), "position": position, "identity": identity}
         shared = {**run, "parts": parts, "loss": loss.replicated_state(), "tables": list(tables)}
         written["shared.pt"] = _write(folder / "shared.pt", shared)
@@ -145,7 +145,7 @@ def _write_file(path: Path, write: Callable[[Any], Any]) -> str:
 def _together(action: Callable[[], T], master_only: bool = False) -> list[T]:
     """Run an action on all ranks. Return all results. If a rank fails, all ranks raise OSError, so that none waits forever."""
     failure, results = None, []
-    if distributed.is_master() or not master_only:
+    if distributed.is_rank0() or not master_only:
         try:
             results.append(action())
         except _WRITE_ERRORS as error:
@@ -164,7 +164,7 @@ def save_model(path: Path, content: dict[str, Any], model: nn.Module) -> None:
         save_adapter(path, content, model)
         _together(lambda: write_atomically(path, lambda file: torch.save(entries, file)), master_only=True)
     except OSError as error:
-        if distributed.is_master():
+        if distributed.is_rank0():
             logger.warning(f"{path.name} could not be saved ({error}); training continues.")
 
 

@@ -34,7 +34,7 @@ class RepeatReport:
             return
         parts = distributed.all_gather_object(torch.stack(self._steps))
         shares = [statistics.fmean(map(_repeating, of)) for of in torch.cat(parts, dim=-1).unbind(dim=1)]
-        if distributed.is_master() and max(shares) >= _NOTABLE_SHARE:
+        if distributed.is_rank0() and max(shares) >= _NOTABLE_SHARE:
             logger.info(
                 f"Of the samples of a batch, {shares[0]:.0%} share their caption and {shares[1]:.0%} their image with "
                 "another sample: they count as negatives. To exclude them, set --equal-captions mask."

@@ -77,7 +77,7 @@ class Reporter:
         flags: Mapping[str, Any] | None = None,
         is_steered: bool = False,
     ) -> None:
-        self.active = distributed.is_master()
+        self.active = distributed.is_rank0()
         self.total_steps = first_step + steps_left
         self.steps_per_epoch = steps_per_epoch
         self.epochs, self._is_steered = config.epochs, is_steered

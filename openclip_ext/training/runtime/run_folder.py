@@ -48,12 +48,12 @@ def opened(config: RunFolderConfig) -> Iterator[Path | None]:
     level = logging.DEBUG if config.debug else logging.INFO
     folder = config.folder
     if folder is None:
-        compat.setup_logging(None, level if distributed.is_master() else logging.WARNING)
+        compat.setup_logging(None, level if distributed.is_rank0() else logging.WARNING)
         yield None
         return
     with ExitStack() as stack:
-        distributed.on_master(lambda: stack.enter_context(_claimed(folder, config.resume_latest)) and None)
-        writes_log = distributed.is_master() if config.log_local_rank is None else config.log_local_rank == 0
+        distributed.on_rank0(lambda: stack.enter_context(_claimed(folder, config.resume_latest)) and None)
+        writes_log = distributed.is_rank0() if config.log_local_rank is None else config.log_local_rank == 0
         if writes_log:
             folder.mkdir(parents=True, exist_ok=True)
             others = list(logging.root.handlers)
@@ -138,7 +138,7 @@ def has_begun(folder: Path) -> bool:
 @contextmanager
 def synchronized(config: RunFolderConfig) -> Iterator[None]:
     """Copy the run folder to ``--remote-sync`` now, at intervals and at the end. Raise UsageError if the first copy fails."""
-    if config.remote is None or not distributed.is_master():
+    if config.remote is None or not distributed.is_rank0():
         yield
         return
     copy = str(config.folder), config.remote, config.remote_protocol
