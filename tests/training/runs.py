@@ -4,8 +4,9 @@ import functools
 import itertools
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -19,6 +20,7 @@ from openclip_ext.losses.registry import list_losses
 from openclip_ext.training import trainer
 from openclip_ext.training.main import main
 from openclip_ext.training.runtime import signals
+from openclip_ext.training.step import TrainStep
 from tests.distributed.pool import two_ranks
 from tests.training.tiny import flat
 
@@ -115,6 +117,18 @@ def run_on_two_ranks(argv: list[str], stop_after: int | None = None) -> None:
     """Call :func:`run` on two gloo ranks; assert that it ends as it should."""
     statuses = two_ranks().run(run, argv, stop_after, group=False)
     assert statuses == [0 if stop_after is None else EXIT_AFTER_SIGTERM] * 2
+
+
+def spoil_samples(patch: Any, numbers: Container[int], count: int | None = 1) -> None:
+    """Set the first ``count`` samples (all if None) of each micro-batch in the steps ``numbers`` to NaN."""
+
+    def step(self, batches, number=0, take=TrainStep.__call__):
+        for batch in batches if number in numbers else ():
+            batch["image"] = batch["image"].float()
+            batch["image"][:count] = float("nan")
+        return take(self, batches, number)
+
+    patch.setattr(TrainStep, "__call__", step)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -48,13 +48,6 @@ def save(folder: Path, position: Position, name: str | None = None) -> Path:
     )
 
 
-def test_names_sort_in_openclips_natural_order():
-    from open_clip_train.main import natural_key
-
-    names = ["epoch_1.pt", "epoch_1_step_14.pt", "epoch_2.pt", "epoch_9.pt", "epoch_10.pt"]
-    assert sorted(names, key=natural_key) == names
-
-
 def test_latest_is_the_newest_one(tmp_path):
     assert finding.scan(tmp_path)[0] is None
     save(tmp_path, Position(1, 10))
@@ -169,11 +162,6 @@ def test_another_runs_checkpoint_is_refused_by_name(tmp_path, key):
     restoring.check_identity(checkpoint, IDENTITY, keeps_samples=False)
     with pytest.raises(UsageError, match=f"{key}: checkpoint {vars(IDENTITY)[key]}, run 77"):
         restoring.check_identity(checkpoint, RunIdentity(**{**vars(IDENTITY), key: 77}), keeps_samples=True)
-
-
-def test_only_the_end_of_an_epoch_lacks_an_evaluation(tmp_path):
-    assert restoring.lacks_evaluation(tmp_path, Position(1, 5))
-    assert not restoring.lacks_evaluation(tmp_path, Position(1, 7, 2))
 
 
 def test_a_state_in_float64_makes_the_loss_float64_and_that_of_another_loss_is_refused(tmp_path):

@@ -144,13 +144,10 @@ def pretrained(tmp_path_factory):
     return model.eval(), preprocess, path
 
 
-@pytest.mark.parametrize(
-    ("flag", "name", "ending"), [("--imagenet-val", "imagenet", "png"), ("--imagenet-v2", "imagenetv2", "jpeg")]
-)
-def test_imagenet_accuracies_equal_scikit_learns(flag, name, ending, pretrained, two_templates, tmp_path):
+def test_imagenet_accuracies_equal_scikit_learns(pretrained, two_templates, tmp_path):
     model, preprocess, weights = pretrained
     random = np.random.default_rng(0)
-    pictures = [tmp_path / f"{number}.{ending}" for number in range(30)]
+    pictures = [tmp_path / f"{number}.png" for number in range(30)]
     for picture in pictures:
         Image.fromarray(random.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(picture)
     scores = scores_of(model, preprocess, pictures)
@@ -163,13 +160,14 @@ def test_imagenet_accuracies_equal_scikit_learns(flag, name, ending, pretrained,
     folder = tmp_path / "data" / "imagenetv2-matched-frequency-format-val"
     for number, (picture, label) in enumerate(zip(pictures, targets, strict=True)):
         (folder / str(label)).mkdir(parents=True, exist_ok=True)
-        shutil.copy(picture, folder / str(label) / f"{number}.{ending}")
-    path = folder if name == "imagenet" else folder.parent
-    assert run(evaluation(tmp_path / "logs", "run", "--pretrained", str(weights), flag, str(path))) == 0
+        shutil.copy(picture, folder / str(label) / f"{number}.{('png', 'jpeg')[number % 2]}")
+    flags = ["--pretrained", str(weights), "--imagenet-val", str(folder), "--imagenet-v2", str(folder.parent)]
+    assert run(evaluation(tmp_path / "logs", "run", *flags)) == 0
     (metrics,) = results_of(tmp_path / "logs" / "run")
     for k in (1, 5):
         expected = top_k_accuracy_score(targets, scores.numpy(), k=k, labels=range(1000))
-        assert metrics[f"{name}-zeroshot-val-top{k}"] == pytest.approx(expected, abs=1e-12)
+        for name in ("imagenet", "imagenetv2"):
+            assert metrics[f"{name}-zeroshot-val-top{k}"] == pytest.approx(expected, abs=1e-12)
         assert 0 < expected < 1
 
 
@@ -186,30 +184,33 @@ def write_class_folders(root: Path, names: list[str]) -> None:
         (root / name / "0.png").write_bytes(b"")  # an empty file is enough, because images are read at their first use
 
 
-@pytest.mark.parametrize("first", ["n01440764", "0", "000"])
-def test_class_folders_are_numbered_by_their_names(first, tmp_path):
-    synsets = ImageNetInfo().label_names()
-    names = synsets if first in synsets else [f"{number:0{len(first)}d}" for number in range(1000)]
-    (tmp_path / ".ipynb_checkpoints").mkdir()
-    (tmp_path / ".ipynb_checkpoints" / "0.png").write_bytes(b"")
-    write_class_folders(tmp_path, names)
-    (tmp_path / names[0] / ".hidden").mkdir()
-    (tmp_path / names[0] / ".hidden" / "0.png").write_bytes(b"")
-    (tmp_path / names[0] / "._0.png").write_bytes(b"")
-    assert labels_of(tmp_path) == {name: number for number, name in enumerate(names)}
-
-
-@pytest.mark.parametrize(
-    ("names", "found"),
-    [
-        ([str(number) for number in range(1, 501)], "500 class folders"),
-        ([str(number) for number in range(1, 1001)], "1000 class folders, 1000 among them"),
-        ([*ImageNetInfo().label_names()[:999], "n00000001"], "n00000001 among them"),
-        (["train", "val"], "train among them"),
-    ],
-    ids=["from 1", "1 to 1000", "another synset", "no classes"],
-)
-def test_folders_that_are_not_imagenets_classes_are_refused(names, found, tmp_path):
-    write_class_folders(tmp_path, names)
+def assert_refused(root: Path, found: str) -> None:
     with pytest.raises(ValueError, match=rf"expected ImageNet's 1000 .*, found .*{found}"):
-        imagenet_task("imagenet", str(tmp_path))
+        imagenet_task("imagenet", str(root))
+
+
+def test_synsets_are_numbered_by_their_names_without_hidden_files(tmp_path):
+    synsets = ImageNetInfo().label_names()
+    write_class_folders(tmp_path, [".ipynb_checkpoints", *synsets, f"{synsets[0]}/.hidden"])
+    (tmp_path / synsets[0] / "._0.png").write_bytes(b"")
+    assert labels_of(tmp_path) == {name: number for number, name in enumerate(synsets)}
+    (tmp_path / synsets[-1]).rename(tmp_path / "n00000001")
+    assert_refused(tmp_path, "n00000001 among them")
+
+
+def test_numbers_are_labels_from_zero(tmp_path):
+    """The test of the accuracies has numbers without leading zeros."""
+    numbers = [f"{number:03d}" for number in range(1000)]
+    write_class_folders(tmp_path, numbers)
+    assert labels_of(tmp_path) == {name: number for number, name in enumerate(numbers)}
+    (tmp_path / "000").rename(tmp_path / "1000")
+    assert_refused(tmp_path, "1000 class folders, 1000 among them")
+
+
+def test_folders_that_are_not_imagenets_classes_are_refused(tmp_path):
+    write_class_folders(tmp_path, ["train", "val"])
+    assert_refused(tmp_path, "train among them")
+    for name in ("train", "val"):
+        (tmp_path / name).rename(tmp_path.parent / f"{tmp_path.name}-{name}")
+    write_class_folders(tmp_path, [str(number) for number in range(1, 11)])
+    assert_refused(tmp_path, "10 class folders")

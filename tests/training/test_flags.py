@@ -1,12 +1,9 @@
 """OpenCLIP's flags keep their meaning, and this package's flags are checked against the chosen loss."""
 
-import ast
 import json
-from pathlib import Path
 
 import pytest
 
-from openclip_ext import training
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import Option
 from openclip_ext.losses.options import OPTIONS, SUMMARIES
@@ -108,14 +105,6 @@ def test_the_names_of_openclips_main_branch_work():
 
 
 # --- effects of flags -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", sorted(Path(training.__file__).parent.glob("*.py")), ids=lambda path: path.name)
-def test_training_knows_no_loss_by_name(path):
-    """Losses and their options come from the registry. Only the recipes, in a separate folder, contain loss names."""
-    imported = {node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
-    asked = {f"openclip_ext.losses{module}" for module in ("", ".registry", ".options", ".heads")}
-    assert {module for module in imported if module.startswith("openclip_ext.losses")} <= asked
 
 
 def test_a_file_with_a_masked_secret_needs_the_flag_again(tmp_path):

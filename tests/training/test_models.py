@@ -49,6 +49,9 @@ def configs(tmp_path_factory):
     return folder
 
 
+ONE_STEP = ("--train-num-samples", "16")
+
+
 def of_model(name: str) -> list[str]:
     return ["--model", name, "--force-patch-dropout", "0", "--epochs", "1"]
 
@@ -69,10 +72,8 @@ def run_with_configs(configs: str, argv: list[str]) -> None:
     assert run(argv) == 0
 
 
-def test_a_captioner_trains_only_with_openclips_loss(shards, configs, tmp_path):
-    with pytest.raises(UsageError, match="--loss neuclip would ignore the captioner of tiny-storyteller"):
-        run(command(shards, tmp_path, "run", "neuclip", *of_model("tiny-storyteller")))
-    assert run(command(shards, tmp_path, "run", "openclip", *of_model("tiny-storyteller"))) == 0
+def test_a_captioner_trains_with_openclips_loss(shards, configs, tmp_path):
+    assert run(command(shards, tmp_path, "run", "openclip", *of_model("tiny-storyteller"), *ONE_STEP)) == 0
     assert set(metrics_of(tmp_path / "run")[0]["terms"]) == {"contrastive_loss", "caption_loss"}
 
 
@@ -165,24 +166,6 @@ def test_a_captioners_tower_is_locked(configs, tower):
     assert frozen == {"visual" if tower == "image" else "text"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--model demo-vit --lock-image --lock-image-unlocked-groups 100", "100 leaves nothing of the image tower locked"),
-        ("--model demo-vit --lock-text --lock-text-freeze-layer-norm --lock-text-unlocked-layers 100", "text tower locked"),
-        ("--model demo-vit --force-image-size 3", "--force-image-size: the images are smaller than a patch of demo-vit"),
-        ("--model FOLDER --force-patch-dropout 0.5", "--force-patch-dropout: .* has no patches"),
-        ("--model FOLDER --lock-image --lock-image-unlocked-groups 100", "--lock-image-unlocked-groups 100"),
-    ],
-)  # fmt: skip
-def test_what_a_tower_cannot_do_is_refused(tmp_path, flags, message):
-    add_model_configs()
-    name = model_folder(tmp_path / "folder", {**TIMM, "timm_model_name": "test_resnet"})
-    config = plan_of(*flags.replace("FOLDER", name).split())
-    with pytest.raises(UsageError, match=message):
-        build_model(config.model, torch.device("cpu"), 0)
-
-
 def test_no_parameter_is_memory_as_it_was(configs, monkeypatch):
     """OpenCLIP 3.3 leaves the output projection of CoCa's decoder uninitialized; openclip_ext must initialize it."""
     empty = torch.empty
@@ -213,7 +196,7 @@ def test_the_printed_lines_load_the_model_in_stock_openclip(shards, tmp_path, ca
     folders = {"plain": model_folder(tmp_path / "plain", VISION), "timm": model_folder(tmp_path / "timm", TIMM)}
     for loss, name, flags in PRINTED:
         model = folders.get(name, name)
-        assert run(command(shards, tmp_path, loss, loss, *of_model(model), *flags.split())) == 0
+        assert run(command(shards, tmp_path, loss, loss, *of_model(model), *ONE_STEP, *flags.split())) == 0
         line = capsys.readouterr().out.split("To load the model in stock OpenCLIP:\n")[1].strip()
         assert "stock OpenCLIP" not in (tmp_path / loss / "out.log").read_text()
         assert [path.name for path in (tmp_path / loss / MODEL_CONFIG).iterdir()] == [f"{name}.json"]

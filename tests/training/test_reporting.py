@@ -1,5 +1,6 @@
 """Warnings and other messages that a run logs during training."""
 
+import json
 import logging
 import math
 import shutil
@@ -50,6 +51,15 @@ def test_a_line_that_a_full_disk_has_torn_is_not_glued_to_the_next(tmp_path: Pat
     for epoch in (1, 2):
         reporter.epoch_end({"step": epoch, "epoch": epoch}, bad_samples=3)
     assert [line["step"] for line in json_lines.read(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_lines_that_could_not_be_written_come_with_the_next(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, ReportingConfig(), 0, 10, 5)
+    reporter.evaluation({"a": 1.0}, {"step": 4, "epoch": 1})
+    (tmp_path / "checkpoints").mkdir()
+    reporter.evaluation({"a": 2.0}, {"step": 9, "epoch": 2})
+    lines = (tmp_path / "checkpoints" / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
 
 
 def test_tensorboard_hides_the_steps_that_a_resume_repeats(tmp_path: Path) -> None:

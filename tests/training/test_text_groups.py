@@ -9,7 +9,7 @@ from torch import Tensor
 from openclip_ext.training.step import Batch
 from tests.distributed.pool import two_ranks
 from tests.training import tiny
-from tests.training.runs import command, metrics_of, run, train_on_two_ranks
+from tests.training.runs import command, metrics_of, run, run_on_two_ranks, small_command, train_on_two_ranks
 
 PADDED = tiny.Way(dtype=torch.float64, text_lengths=(2, 5, 3, 5, 4))
 
@@ -27,17 +27,14 @@ def train(loss: str, way: tiny.Way, has_hard_negatives: bool = False) -> dict[st
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("loss", "changes"),
     [
-        {},
-        {"micro_batches": 2},
-        {"checkpointing": True},
-        {"micro_batches": 2, "checkpointing": True},
-        {"compiled": True},
-        {"tower": "resnet"},
+        ("openclip", {}),
+        ("openclip", {"compiled": True}),
+        ("openclip", {"tower": "resnet"}),
+        ("queueclip", {"micro_batches": 2, "checkpointing": True}),
     ],
 )
-@pytest.mark.parametrize("loss", ["openclip", "queueclip"])
 def test_steps_are_those_of_padded_texts(loss, changes):
     way = replace(PADDED, **changes)
     tiny.assert_close(train(loss, replace(way, groups_texts=True)), train(loss, way), rtol=1e-9, atol=1e-10)
@@ -47,9 +44,7 @@ def test_steps_are_those_of_padded_texts(loss, changes):
     ("loss", "ranks", "changes"),
     [
         ("openclip", 1, {}),
-        ("openclip", 2, {}),
         ("queueclip", 1, {"micro_batches": 2}),
-        ("queueclip", 1, {"compiled": True}),
         ("queueclip", 2, {}),
         ("queueclip", 2, {"sharded": True}),
     ],
@@ -61,19 +56,17 @@ def test_hard_negatives_are_in_the_groups(loss, ranks, changes):
         tiny.assert_close(result, {name: expected[name] for name in result}, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"micro_batches": 2}, {"compiled": True}, {"sharded": True}, {"sharded": True, "compiled": True}]
-)
+@pytest.mark.parametrize("changes", [{}, {"compiled": True}, {"sharded": True, "compiled": True}])
 def test_two_processes_train_as_one_with_padded_texts(changes):
     expected = train("openclip", PADDED)
     found = two_ranks().run(train, "openclip", replace(PADDED, groups_texts=True, **changes))[0]
     tiny.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("flags", [[], ["--accum-freq", "2"], ["--lora-rank", "2", "--lora-targets", "text"]])
+@pytest.mark.parametrize("flags", [["--accum-freq", "2"], ["--lora-rank", "2", "--lora-targets", "text"]])
 def test_a_run_logs_the_share_of_padding(flags, shards, tmp_path):
     for name, more in (("grouped", []), ("padded", ["--text-groups", "1"])):
-        assert run(command(shards, tmp_path, name, "openclip", *flags, *more)) == 0
+        assert run(command(shards, tmp_path, name, "openclip", "--epochs", "1", *flags, *more)) == 0
     grouped, padded = (metrics_of(tmp_path / name) for name in ("grouped", "padded"))
     assert all(0 <= line["text_padding"] < 0.5 for line in grouped)
     assert not any("text_padding" in line for line in padded)
@@ -81,15 +74,16 @@ def test_a_run_logs_the_share_of_padding(flags, shards, tmp_path):
 
 
 def test_losses_without_texts_have_no_groups(shards, tmp_path):
-    assert run(command(shards, tmp_path, "images", "simclr")) == 0
+    assert run(command(shards, tmp_path, "images", "simclr", "--epochs", "1")) == 0
     assert not any("text_padding" in line for line in metrics_of(tmp_path / "images"))
 
 
 @pytest.mark.parametrize("flags", [["--ddp-static-graph"], ["--fsdp"]])
 def test_ranks_may_have_different_groups(flags, shards, tmp_path):
     flags = ["--global-batch", "16", *flags]
-    padded = train_on_two_ranks(shards, tmp_path / "padded", "openclip", "--text-groups", "1", *flags)
-    grouped = train_on_two_ranks(shards, tmp_path / "grouped", "openclip", *flags)
+    padded = ("--text-groups", "1", "--batch-size", "8")
+    run_on_two_ranks(small_command(shards, tmp_path, "padded", "openclip", *padded, *flags))
+    grouped = train_on_two_ranks(shards, tmp_path, "openclip", *flags)
     assert all(line["text_padding"] < 0.6 for line in metrics_of(grouped))
-    losses = [[line["loss"] for line in metrics_of(folder)] for folder in (grouped, padded)]
+    losses = [[line["loss"] for line in metrics_of(folder)] for folder in (grouped, tmp_path / "padded")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

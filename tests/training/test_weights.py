@@ -265,20 +265,6 @@ def test_further_arguments_reach_the_optimizer():
     assert {group["lookahead_k"] for group in lookahead.param_groups} == {3}
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "message"),
-    [
-        ("adamw", "amsgrad", "expected NAME=VALUE"),
-        ("adamw", "lr=1", "another flag or the program sets it"),
-        ("adamw", "amsgrat=True", "--opt adamw --opt-kwargs amsgrat=True: .*unexpected keyword argument 'amsgrat'"),
-        ("timm/sgdd", "a=1", "--opt timm/sgdd --opt-kwargs a=1: .*sgdd"),
-    ],
-)
-def test_wrong_arguments_of_the_optimizer_are_refused(name, words, message):
-    with pytest.raises(UsageError, match=message):
-        create_optimizer(nn.Linear(2, 2), OptimizerConfig(name, kwargs=(words,)), None)
-
-
 # --- together ---------------------------------------------------------------------------------------------------------
 
 
