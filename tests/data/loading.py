@@ -4,7 +4,8 @@ import multiprocessing
 import random
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
+from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,9 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from openclip_ext.data.loader.build import build_train_loader
-from openclip_ext.data.loader.config import TrainLoaderConfig
-from openclip_ext.data.loader.train_loader import TrainLoader
+from openclip_ext.data.loader.build import build_loader
+from openclip_ext.data.loader.config import KeepConfig, TrainLoaderConfig
 from openclip_ext.data.sources.spec import DataSpec
 
 
@@ -32,24 +32,25 @@ def preprocess(image: Image.Image) -> Tensor:
 
 
 def build(
-    data: str | Sequence[str] | None, preprocess: Any = preprocess, tokenizer: Any = tokenize, **options: Any
-) -> TrainLoader:
+    data: str | Sequence[str] | None,
+    preprocess: Any = preprocess,
+    tokenizer: Any = tokenize,
+    keep: KeepConfig | None = None,
+    **options: Any,
+) -> Any:
     """Return a training loader. By default it has one rank, a batch of 4 and a shuffle window of 25 samples."""
     spec = {field.name: options.pop(field.name) for field in fields(DataSpec) if field.name in options}
     defaults = {"batch_size": 4, "seed": 7, "rank": 0, "world_size": 1, "shuffle_window": 25}
     config = TrainLoaderConfig(**defaults | options)
-    return build_train_loader(DataSpec(data, **spec), config, preprocess=preprocess, tokenizer=tokenizer)
+    return build_loader(
+        DataSpec(data, **spec), config, keep or KeepConfig(), preprocess=preprocess, tokenizer=tokenizer
+    )
 
 
-def progress_after(loader: TrainLoader, epoch: int, steps: int) -> dict[str, Any]:
-    """Compute, without reading a batch, the progress of a new epoch after a number of steps."""
-    lanes = asdict(loader.lanes)
-    return {"epoch": epoch, "steps": steps, "seed": loader.seed, "data": loader.source.digest, "lanes": lanes}
-
-
-def rest_of(loader: TrainLoader, epoch: int, steps: int) -> list[dict[str, Tensor]]:
-    """Return the batches that follow in an epoch after a number of steps."""
-    loader.load_state_dict({"progress": progress_after(loader, epoch, steps)})
+def rest_of(loader: Any, epoch: int, batches: int) -> list[dict[str, Tensor]]:
+    """Stop an epoch after a number of batches; return those that a resume yields."""
+    list(islice(loader.iterate(epoch), batches))
+    loader.load_state_dict(loader.state_dict())
     return list(loader.iterate(epoch))
 
 

@@ -20,7 +20,7 @@ from openclip_ext.data.manifest.manifest import Manifest, ManifestError
 from openclip_ext.data.manifest.uids import keep_listed, read_uids
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.storage import DEFAULT_STORAGE
-from tests.data.loading import build, by_index, indices, preprocess, tokenize
+from tests.data.loading import build, indices, preprocess, tokenize
 from tests.data.shards import sample_members, sample_starts, undecodable, write_shards
 
 COUNTS = [30, 17, 0, 41, 12]
@@ -61,20 +61,13 @@ def test_the_manifest_keeps_its_indices_and_says_who_is_left_out(data: str, fewe
             whole.without(given)
 
 
-def test_an_epoch_has_exactly_the_others_at_their_indices_with_their_pixels(data: str, fewer: str):
-    # 82 samples in batches of 2. Sample 50 is bad, so another sample comes twice.
-    batches = list(build(data, manifest=fewer, batch_size=2).iterate(1))
-    found = indices(batches)
-    assert len(found) == len(KEPT) == 82 and set(found) == set(KEPT) - {50}
-    assert all(torch.equal(batch["text"][:, 0], batch["index"]) for batch in batches)
-    whole = by_index(list(build(data, batch_size=2).iterate(1)))
-    assert all((whole[index] == pixels).all() for index, pixels in by_index(batches).items() if index in whole)
+def test_an_epoch_has_only_the_others(data: str, fewer: str):
+    """test_loaders.py tests that it has all of them, at their indices with their pixels."""
     loader = build(data, manifest=fewer)
     assert (loader.num_samples, loader.lanes.epoch_samples, loader.batches_per_epoch) == (N, 82, 20)
     assert build(data, manifest=fewer, num_samples=40).lanes.epoch_samples == 40
-    for options in ({"workers": 2}, {"resampled": True, "num_samples": 300}, {"world_size": 2, "rank": 1}):
-        for epoch in range(2):
-            assert set(indices(list(build(data, manifest=fewer, **options).iterate(epoch)))) <= set(KEPT)
+    for options in ({"resampled": True, "num_samples": 300}, {"world_size": 2, "rank": 1}):
+        assert set(indices(list(build(data, manifest=fewer, **options).iterate(1)))) <= set(KEPT)
 
 
 def test_other_readers_leave_them_out_too(data: str, fewer: str):
@@ -148,8 +141,9 @@ BAD_LISTS = {
 }
 
 
-@pytest.mark.parametrize("name", [*GOOD_LISTS, *BAD_LISTS])
-@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize(
+    ("name", "zeros"), [*((name, True) for name in GOOD_LISTS | BAD_LISTS), ("halves.npy", False), ("texts.npy", False)]
+)
 def test_formats_of_uid_lists(tmp_path: Path, capsys: pytest.CaptureFixture, caplog: Any, name: str, zeros: bool):
     """The samples' uids may lack leading zeros, too. A list in another format raises an error that names the flag."""
     uids = [uid if zeros else uid.lstrip("0") for uid in UIDS]

@@ -1,7 +1,6 @@
 """The training loader with its other sources: remote and compressed shards, CSV files and synthetic data."""
 
 import gzip
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ import torch
 from PIL import Image
 
 from openclip_ext.data.loader.build import build_source
-from openclip_ext.data.sources.source import BadDataError, decode_image
+from openclip_ext.data.sources.source import decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.synthetic import CAPTION
-from tests.data.loading import assert_equal, build, by_index, indices, rest_of
+from tests.data.loading import build, indices
 from tests.data.shards import write_csv, write_shards, write_sizes
 
 COUNTS = [20, 11, 9]
@@ -37,13 +36,15 @@ def remote(folder: Path) -> str:
 
 
 def test_a_stream_with_fewer_samples_than_promised(folder: Path, caplog: pytest.LogCaptureFixture):
+    """The next epoch reads it again, because the connection may have ended early."""
     write_sizes(folder, [20, 11, 12])
-    loader = build(remote(folder), max_bad_fraction=0.1)
+    loader = build(remote(folder), batch_size=1, max_bad_fraction=0.1)
     found = indices(list(loader.iterate(0)))
-    assert loader.num_samples == 43
-    assert len(found) == 40 and set(found) <= set(range(40)) and len(set(found)) >= 37
-    assert sum(loader.bad.counts()) >= 2
-    assert "the shard has 9 samples, but the manifest has 12" in caplog.text
+    assert len(found) == loader.num_samples == 43 and set(found) == set(range(40))
+    assert (
+        "the shard has 9 samples, but the manifest has 12" in caplog.text
+        and "which the next epoch retries" in caplog.text
+    )
 
 
 def test_a_stream_with_more_samples_than_promised(folder: Path, caplog: pytest.LogCaptureFixture):
@@ -57,22 +58,6 @@ def test_a_stream_with_more_samples_than_promised(folder: Path, caplog: pytest.L
 
 
 # ------------------------------------------------------------------ CSV
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_rows_of_a_csv_file(tmp_path: Path, workers: int):
-    loader = build(str(write_csv(tmp_path)), workers=workers)
-    assert (loader.num_samples, loader.batches_per_epoch) == (30, 7)
-    whole = list(loader.iterate(0))
-    found = indices(whole)
-    assert len(set(found)) == 28
-    assert found != sorted(found)
-    assert all(torch.equal(batch["text"][:, 0], batch["index"]) for batch in whole)
-    assert_equal(rest_of(loader, 0, 3), whole[3:])
-    pixels = by_index(whole)
-    for rank in range(2):
-        seen = by_index(list(build(str(tmp_path / "data.csv"), batch_size=3, world_size=2, rank=rank).iterate(0)))
-        assert all(torch.equal(seen[index], pixels[index]) for index in seen.keys() & pixels.keys())
 
 
 def test_csv_captions_are_text(tmp_path: Path):
@@ -206,21 +191,6 @@ def test_first_rows_that_cannot_be_read_are_refused(tmp_path: Path, image: str, 
     rows[3] |= {"filepath": "0.png", "title": "[red]"}  # single rows only count as bad
     pd.DataFrame(rows).to_csv(tmp_path / "t.csv", sep="\t", index=False)
     assert build(str(tmp_path / "t.csv")).num_samples == 30
-
-
-def test_bad_rows(tmp_path: Path):
-    path = write_csv(tmp_path)
-    (tmp_path / "6.jpg").unlink()
-    os.mkfifo(tmp_path / "6.jpg")
-    (tmp_path / "7.jpg").unlink()
-    (tmp_path / "8.jpg").write_bytes(b"no image")
-    path.write_text(path.read_text().replace("\tsample 9\n", "\t \n").replace("10.jpg", "\0.jpg"))
-    loader = build(str(path), batch_size=5, max_bad_fraction=0.2)
-    for epoch in range(2):  # only the second epoch excludes the bad rows from its order
-        assert sorted(set(indices(list(loader.iterate(epoch))))) == [*range(6), *range(11, 30)]
-    assert loader.bad.by_shard() == {str(path): 5}
-    with pytest.raises(BadDataError, match=r"1 of 30 samples .*data.csv, for example rows \[9\]"):
-        build(str(path), max_bad_fraction=0.01)
 
 
 # ------------------------------------------------------------------ synthetic

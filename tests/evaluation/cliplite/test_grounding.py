@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from timm.models import SwinTransformer, build_model_with_cfg, register_model
 from torch import Tensor, nn
 
 from eval.cliplite.grounding import SpatialLayer, find_spatial_layer, grad_cam, main
@@ -21,13 +22,17 @@ TOWERS = {
     "modified-resnet": (RESNET, ("layer4", 1, 0)),
     "vit-class-token": ({"image_size": [32, 48]}, ("transformer.resblocks.1.ln_1", -1, 24)),
     "vit-mean": ({"image_size": 32, "pool_type": "avg"}, ("transformer.resblocks.1.ln_1", -1, 16)),
-    "timm-convnet": ({"timm_model_name": "convnext_atto", "image_size": 64}, ("trunk.stages.3", 1, 0)),
+    "timm-convnet": ({"timm_model_name": "test_convnext", "image_size": 64}, ("trunk.stages.3", 1, 0)),
     "timm-vit": ({"timm_model_name": "vit_tiny_patch16_224", "image_size": 224}, ("trunk.blocks.11.norm1", -1, 196)),
-    "timm-channels-last": (
-        {"timm_model_name": "swin_tiny_patch4_window7_224", "image_size": 224},
-        ("trunk.layers.3", -1, 0),
-    ),
+    "timm-channels-last": ({"timm_model_name": "tiny_swin", "image_size": 64}, ("trunk.layers.1", -1, 0)),
 }
+
+
+@register_model
+def tiny_swin(pretrained=False, **options):
+    """A tower of Swin's architecture for timm, whose feature maps have the channels last."""
+    sizes = {"img_size": 64, "embed_dim": 16, "depths": (1, 1), "num_heads": (1, 2), "window_size": 4}
+    return build_model_with_cfg(SwinTransformer, "tiny_swin", pretrained, **sizes | options)
 
 
 def build_encoder(folder: Path, name: str, vision: dict) -> Encoder:
