@@ -10,7 +10,7 @@ emoji, which the start has not seen. Concepts are split: a name is in only one o
 icons in ``val/`` and ``test/``. Rehearsal uses the first 1,000 training pairs of the start.
 
 Each run is one ``openclip-ext train``. The results have a JSON line for each finished run, with the own and kept R@1 (mean of
-both directions) of the mixes of start and trained weights. With the first seed, each method runs at three learning rates. The
+both directions) of the mixes of start and trained weights. With the first seed, each method runs at four learning rates. The
 rate with the best validation score (the mean of the table's three columns) runs with the other seeds. ``test/`` has no
 influence. Finished runs are skipped, so you can repeat a killed command.
 """
@@ -59,7 +59,7 @@ from scripts.experiments.tables import with_interval
 OWN_PAIRS = {"train": 1900, "val": 500, "test": 500}
 OWN_SETS = ("emojione-monotone", "fluent-emoji-high-contrast")
 _VARIANT = "skin-tone"  # names of an emoji's variants, which are left out
-RATES, SEEDS = (1e-4, 3e-4, 1e-3), (0, 1, 2)
+RATES, SEEDS = (1e-4, 3e-4, 1e-3, 3e-3), (0, 1, 2)
 EPOCHS, BATCH_SIZE, MODEL, REHEARSED_SHARE = 10, 64, "demo-resnet", 0.25
 FIRST = {"openclip": "--loss openclip", "queueclip": "--loss queueclip"}
 REST = {

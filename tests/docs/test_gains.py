@@ -1,7 +1,9 @@
 """README's table and figure agree with the published results, and README's code prints the output that README shows."""
 
+import json
 import re
 from pathlib import Path
+from statistics import fmean
 
 from openclip_ext.compare.trials import read_results
 from scripts.experiments import gains
@@ -34,6 +36,21 @@ def test_readmes_curve_is_that_of_the_published_rows(tmp_path):
     assert f"reaches {found[128].untuned:.1f} at batch 128, and {found[256].untuned:.1f} at 256" in readme
     gains.draw_curve([*found.values()], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_page_has_the_accuracies_on_class_folders():
+    root = ROOT / "docs"
+    lines = (root / "benchmarks" / "class-folders.jsonl").read_text().splitlines()
+    found = {
+        (row["loss"], row["equal_captions"], row["seed"]): 100 * row["test_accuracy"] for row in map(json.loads, lines)
+    }
+    page = (root / "equal-captions.md").read_text(encoding="utf-8").replace("**", "")
+    for loss in ("openclip", "queueclip"):
+        plain, masked = ([found[loss, choice, seed] for seed in range(3)] for choice in ("negative", "mask"))
+        gain = with_interval([after - before for before, after in zip(plain, masked, strict=True)])
+        assert f"| `{loss}` | {fmean(plain):.1f} | {fmean(masked):.1f} | {gain} |" in page
+    over = [found["queueclip", "mask", seed] - found["openclip", "mask", seed] for seed in range(3)]
+    assert f"{fmean(over):.1f} points ({with_interval(over).partition('(')[2]} above" in page
 
 
 def test_readmes_listing_prints_what_its_comment_says(capsys):

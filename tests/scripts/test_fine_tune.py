@@ -51,10 +51,10 @@ def test_rates_are_chosen_with_the_first_seed_then_rehearsal_then_other_seeds():
     while (run := next_run(ABOUT, results)) is not None:
         results[run.id] = {"val": {"mean": run.lr if run.family == "openclip" else -run.lr}}
         order.append((run.family, run.setting["keep_share"], run.lr, run.seed))
-    assert {seed for *_, seed in order[:8]} == {0} and {lr for _, _, lr, _ in order[:6]} == set(fine_tune.RATES)
-    assert order[6:8] == [("openclip", 0.25, 1e-3, 0), ("queueclip", 0.25, 1e-4, 0)]
-    assert {seed for *_, seed in order[8:16]} == {1, 2}
-    assert len(order) == len(set(order)) == 8 * 5  # eight families at three rates, and the best with two more seeds
+    assert {seed for *_, seed in order[:10]} == {0} and {lr for _, _, lr, _ in order[:8]} == set(fine_tune.RATES)
+    assert order[8:10] == [("openclip", 0.25, 3e-3, 0), ("queueclip", 0.25, 1e-4, 0)]
+    assert {seed for *_, seed in order[10:18]} == {1, 2}
+    assert len(order) == len(set(order)) == 8 * 6  # eight families at four rates, and the best with two more seeds
 
 
 def test_the_page_has_the_table_of_the_published_rows(tmp_path: Path):
