@@ -52,7 +52,8 @@ def plan_run(config: Config, processes: Mapping[str, Any], date: str = "now") ->
         return plan
     plan = resolve(config, processes, date, pairs)
     if distributed.is_rank0():
-        values = configurations.words(plan.flags, ["loss", *config.by_pairs])
+        of_loss = [name for name in ("equal_captions",) if name in config.loss_options]
+        values = configurations.words({**plan.flags, **config.loss_options}, ["loss", *of_loss, *config.by_pairs])
         echo(f"--config {config.flags['config']} for {pairs:,} pairs: {values}", sys.stderr)
     return plan
 
