@@ -38,12 +38,8 @@ class HardNegatives:
         batch = captions.batch
         assert batch.hard is not None
         self.captions, self._hard = captions, batch.hard
-        log_sums, means = [], []
-        for anchors in self._chunks(batch.local):
-            exponents = self._exponents(anchors)
-            log_sums.append(torch.logsumexp(exponents, dim=1))
-            means.append(torch.linalg.vecdot(exponents.softmax(dim=1), exponents) * captions.tau[0, anchors])
-        self._log_sums, self._mean_similarity = batch.gather_local(torch.cat(log_sums)[None])[0], torch.cat(means)
+        parts = [torch.logsumexp(self._exponents(anchors), dim=1) for anchors in self._chunks(batch.local)]
+        self._log_sums = batch.gather_local(torch.cat(parts)[None])[0]
         before = batch.negatives.expand(batch.size)
         negatives = torch.stack([before + batch.count, before])
         sums = torch.stack([torch.logaddexp(captions.log_sums[0], self._log_sums), captions.log_sums[1]])
@@ -83,7 +79,11 @@ class HardNegatives:
     def gap(self, weight_sums: Tensor) -> Tensor:
         """Return ``Σ_j w_ij (s_i,hard_j − s_ii)`` of this process's anchors, ``(2, B_local)``."""
         batch = self.captions.batch
-        return weight_sums[:, batch.local] * (self._mean_similarity - batch.positive[..., batch.local])
+        parts = (
+            torch.linalg.vecdot(self._softmax(anchors), batch.features[0, anchors] @ self._hard.T)
+            for anchors in self._chunks(batch.local)
+        )
+        return weight_sums[:, batch.local] * (torch.cat([*parts]) - batch.positive[..., batch.local])
 
     def gradients(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of ``Σ_i coefficient_i·Σ_j softmax_j(s_i,hard_j/τ_i)·s_i,hard_j`` at a constant softmax.

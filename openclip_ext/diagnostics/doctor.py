@@ -185,6 +185,7 @@ def _logged_warnings() -> Iterator[list[str]]:
     """Collect the warnings that are logged in the ``with`` block, instead of printing them."""
     found: list[str] = []
     handler, package = logging.Handler(logging.WARNING), logging.getLogger("openclip_ext")
+    propagates = package.propagate
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     package.addHandler(handler)
     package.propagate = False
@@ -192,7 +193,7 @@ def _logged_warnings() -> Iterator[list[str]]:
         yield found
     finally:
         package.removeHandler(handler)
-        package.propagate = True
+        package.propagate = propagates
 
 
 def main(argv: list[str]) -> None:

@@ -167,7 +167,7 @@ def check_combination(plan: RunPlan, loss: ContrastiveLoss, world_size: int, is_
         raise UsageError(f"--dataset-resampled: --loss {name} needs each sample once per epoch. Remove the flag")
     if plan.data.hard_negative_key is not None and not loss.accepts_hard_negatives:
         raise UsageError(
-            f"--hard-negative-key: --loss {name} with these options uses no hard negatives: remove the flag, --steer, or "
+            f"--hard-negative-key: --loss {name} with these options uses no hard negatives: remove the flag, --reference, or "
             "--local-loss without --gather-with-grad, or use another loss"
         )
     if plan.data.hard_negative_key is not None and is_captioner:
