@@ -32,7 +32,7 @@ for seed in 0 1 2; do
       [[ -e "$folder/runs/$name/interpolation.json" ]] || python -m openclip_ext train --config finetune --model demo-resnet \
         --pretrained "$start" --train-data "$folder/train" --caption-template "the digit {}" --val-data "$folder/val" \
         --val-classes "$folder/val" --loss "$loss" --equal-captions "$equal" --precision fp32 --device cpu --workers 0 \
-        --seed "$seed" --logs "$folder/runs" --name "$name"
+        --seed "$seed" --logs "$folder/runs" --name "$name" --resume latest
       python -m openclip_ext evaluate "$folder/runs/$name/checkpoints/interpolated.pt" --tasks "$folder/test" \
         --template "the digit {}" --device cpu --workers 0 --output-dir "$folder/results/$name"
     done
