@@ -158,6 +158,8 @@ class GridRun(Trial):
         loss = LossConfig(run.setting["loss"], options, {"epochs": run.epochs, **options})
         super().__init__(config, replace(plan, loss=loss), data, device, with_averaged_images)
         scale, trainer = self.model.logit_scale, self.trainer
+        if hasattr(trainer.loss, "attach"):  # a loss with an encoder of its own, in examples/other_losses
+            trainer.loss.attach(self.model)
         if "temperature" in run.setting:
             nn.init.constant_(scale, -math.log(run.setting["temperature"]))
         rate = run.setting.get("lr_tau", trainer.loss.logit_scale_lr)

@@ -78,3 +78,55 @@ def test_libaucs_gradient_is_that_of_the_global_loss_times_the_negatives(name: s
     log_means = (differences / tau).masked_fill(outside, -torch.inf).logsumexp(dim=2) - torch.tensor(others).log()
     expected = torch.autograd.grad(others * tau * log_means.mean(), (image, text))
     torch.testing.assert_close(gradients(name, other_temperature=tau)[1:], expected)
+
+
+def test_libaucs_learned_temperature_can_only_fall() -> None:
+    """Its gradient is ρ plus the mean normalizer, whatever the embeddings: it lacks the derivative of the loss itself."""
+    pytest.importorskip("libauc")
+    falling = []
+    for similarity in (-1.0, 1.0):  # negatives that are far away, and negatives as close as the positives
+        loss = openclip_ext.create_loss("other_losses:LIBAUC_FASTCLIP", num_samples=_DATASET, other_lr_tau=2e-4)
+        loss.start_epoch(0)
+        image = functional.normalize(torch.ones(_SAMPLES, _DIM), dim=1)
+        loss(image, similarity * image, torch.tensor(20.0), index=torch.arange(_SAMPLES)).backward()
+        falling.append(loss.loss.loss_fn.tau.grad > 0)
+    assert all(falling)
+
+
+def test_a_momentum_queue_is_the_cross_entropy_among_averaged_and_earlier_keys() -> None:
+    class Towers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(_DIM, _DIM, dtype=torch.float64))
+
+        def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
+            return {
+                "image_features": functional.normalize(image @ self.weight, dim=1),
+                "text_features": functional.normalize(text @ self.weight.T, dim=1),
+            }
+
+    torch.manual_seed(0)
+    memory, momentum, tau = 8, 0.75, 0.05
+    loss = openclip_ext.create_loss(
+        "other_losses:MOMENTUM_QUEUE", embed_dim=_DIM, memory=memory, momentum=momentum, other_temperature=tau
+    ).double()
+    model = Towers()
+    loss.attach(model)
+    average, earlier = model.weight.detach().clone(), [torch.empty(0, _DIM, dtype=torch.float64)] * 2
+    for _ in range(3):  # the third batch replaces keys of the first
+        inputs = torch.randn(2, _SAMPLES, _DIM, dtype=torch.float64)
+        with torch.no_grad():
+            model.weight.add_(torch.randn_like(model.weight))
+        average = momentum * average + (1 - momentum) * model.weight.detach()
+        keys = functional.normalize(inputs[0] @ average, dim=1), functional.normalize(inputs[1] @ average.T, dim=1)
+        own = model(*inputs)
+        expected = sum(
+            functional.cross_entropy(query @ torch.cat([keys[side], earlier[side]]).T / tau, torch.arange(_SAMPLES)) / 2
+            for side, query in ((1, own["image_features"]), (0, own["text_features"]))
+        )
+        earlier = [torch.cat([old, new])[-memory:] for old, new in zip(earlier, keys, strict=True)]
+        found = loss(own["image_features"], own["text_features"], torch.tensor(20.0, dtype=torch.float64))
+        assert isinstance(expected, Tensor)
+        gradients = [torch.autograd.grad(value, model.weight, retain_graph=True)[0] for value in (found, expected)]
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*gradients)
