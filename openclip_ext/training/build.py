@@ -23,6 +23,7 @@ from openclip_ext.training.checkpoint import restoring, saving
 from openclip_ext.training.checkpoint.finding import Start
 from openclip_ext.training.checks import check_combination, doubtful_settings, other_batch, slow_precision
 from openclip_ext.training.config import Config, RunPlan
+from openclip_ext.training.image_features import FrozenTower, accept_features
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
 from openclip_ext.training.runtime import run_folder
 from openclip_ext.training.runtime.reporting import Reporter
@@ -59,13 +60,18 @@ def build(
     built = models.build_model(plan.model, device, plan.loading.seed) if built is None else built
     # A pretrained tag can change the preprocessing. Evaluations and exports use the flags in the run folder.
     flags = plan.stored_flags | compat.changed_preprocessing(built.model)
-    if plan.model.image_features is not None and has_values:
-        source.image_features = _embedded(
-            plan, built, source, Path(plan.model.image_features), built.model.visual, "--image-features"
-        )
+    if plan.model.image_features is not None:
+        tower = FrozenTower(built.model, compat.embedding_dim(plan.model.name, built.model))
+        if has_values:
+            of_tower = replace(built, model=tower), tower.frozen
+            source.image_features = _embedded(
+                plan, *of_tower, source, Path(plan.model.image_features), "--image-features"
+            )
+        if tower.projection is not None:
+            accept_features(built.model.visual)
     if plan.data.reference == START:
         assert folder is not None, "checked with the flags"
-        source.reference = _embedded(plan, built, source, folder / "reference", built.model, "--reference")
+        source.reference = _embedded(plan, built, built.model, source, folder / "reference", "--reference")
     reference = source.reference
     loader = build_loader(
         plan.data,
@@ -136,12 +142,11 @@ def build(
 
 
 def _embedded(
-    plan: RunPlan, built: models.BuiltModel, source: Source, output: Path, of: nn.Module, flag: str
+    plan: RunPlan, built: models.BuiltModel, weights: nn.Module, source: Source, output: Path, flag: str
 ) -> EmbeddingStore:
     """Embed the training data with the model as it starts, if ``output`` does not have these embeddings.
 
-    ``of`` is the part of the model whose weights identify them, and ``flag`` set ``output``. Training data with other
-    weights are refused.
+    ``weights`` has the weights that identify them, and ``flag`` set ``output``. A folder of other weights is refused.
     """
     from openclip_ext.evaluation.embed import write_embeddings
     from openclip_ext.evaluation.encoder import Encoder
@@ -153,7 +158,7 @@ def _embedded(
     of_model = {
         "model": plan.model.name,
         "pretrained": plan.model.weights,
-        "weights": weights_digest(of),
+        "weights": weights_digest(weights),
         "config": config_digest([compat.architecture(plan.model.name, plan.model.cache_dir)]),
         "preprocess": str(built.preprocess_val),
     }

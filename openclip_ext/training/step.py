@@ -70,6 +70,8 @@ class TrainStep:
     def __post_init__(self) -> None:
         unwrapped = parallel.unwrap(self.model)
         self._logit_scale = unwrapped.get_parameter(LOGIT_SCALE)
+        image_tower = unwrapped.get_submodule("visual")
+        self._trains_images = any(parameter.requires_grad for parameter in image_tower.parameters())
         self._groups_texts = self.settings.groups_texts and accept_groups(unwrapped)
         head = self.loss.model_head()
         parameters = [] if head is None else head.parameters()
@@ -84,9 +86,9 @@ class TrainStep:
         A micro-batch contains ``image`` ``(b, 3, H, W)`` (``(b, 2, 3, H, W)`` with two views per image), ``text`` ``(b, L)``
         and ``index`` ``(b,)``. Some losses also need ``caption_hash`` ``(b,)`` and optionally ``image_hash`` ``(b,)``, or the
         reference model's embeddings ``reference_image`` and ``reference_text`` ``(b, d)``. Data with hard negatives have
-        ``hard_negative`` ``(b, L)``. If the image tower is locked, a batch may have the unit ``image_features`` ``(b, d)``
-        instead of images. The model encodes ``text_groups`` instead of texts if this is exact. The guard reports ``number``
-        if the step is skipped.
+        ``hard_negative`` ``(b, L)``. If the image tower is locked, a batch may have unit ``image_features`` ``(b, k)`` instead
+        of images: the embeddings, or the input of a trainable projection (``training/image_features.py``). The model encodes
+        ``text_groups`` instead of texts if this is exact. The guard reports ``number`` if the step is skipped.
         """
         index = _joined(batches, "index")
         batches = [self._to_device(batch) for batch in batches]
@@ -124,11 +126,14 @@ class TrainStep:
 
     def _forward(self, batch: Batch) -> dict[str, Tensor]:
         with self.settings.autocast():
-            images, texts = batch.get("image"), batch["text_groups"] if self.is_grouped(batch) else texts_of(batch)
-            if images is None:
-                outputs = {**self.model(None, texts), "image_features": batch["image_features"].float()}
-            else:
+            texts = batch["text_groups"] if self.is_grouped(batch) else texts_of(batch)
+            if "image" in batch:
+                images = batch["image"]
                 outputs = encode_views(self.model, images) if images.ndim == 5 else self.model(images, texts)
+            elif self._trains_images:
+                outputs = self.model(batch["image_features"].to(self.settings.input_dtype or torch.float32), texts)
+            else:
+                outputs = {**self.model(None, texts), "image_features": batch["image_features"].float()}
             if "hard_negative" in batch:
                 features = outputs["text_features"].split(len(batch["text"]))
                 outputs["text_features"], outputs[HARD_NEGATIVES] = features
