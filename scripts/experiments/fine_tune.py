@@ -9,10 +9,10 @@ The start is a model that was trained on ``icons-11k`` (``scripts.experiments.ic
 emoji, which the start has not seen. Concepts are split: a name is in only one of training, validation and test. Kept are the
 icons in ``val/`` and ``test/``. Rehearsal uses the first 1,000 training pairs of the start.
 
-Each run is one ``openclip-ext train``. The results have a JSON line for each finished run, with the own and kept R@1 (mean of
-both directions) of the mixes of start and trained weights. With the first seed, each method runs at four learning rates. The
-rate with the best validation score (the mean of the table's three columns) runs with the other seeds. ``test/`` has no
-influence. Finished runs are skipped, so you can repeat a killed command.
+Each run is one ``openclip-ext train``. ``PYTHONPATH`` must contain ``examples/other_losses``. The results have a JSON line for
+each finished run, with the own and kept R@1 (mean of both directions) of the mixes of start and trained weights. With the first
+seed, each method runs at four learning rates. The rate with the best validation score (the mean of the table's three columns)
+runs with the other seeds. ``test/`` has no influence. Finished runs are skipped, so you can repeat a killed command.
 """
 
 import argparse
@@ -65,6 +65,9 @@ FIRST = {"openclip": "--loss openclip", "queueclip": "--loss queueclip"}
 REST = {
     "fastclip": "--loss fastclip",
     "neuclip": "--loss neuclip",
+    "siglip": "--loss siglip",
+    # Of sentence-transformers, in both directions, which is OpenCLIP's loss at a constant τ of 0.05.
+    "CachedMNRL": "--loss other_losses:CACHED_MNRL",
     "openclip, image tower locked": "--loss openclip --lock-image",
     # A ResNet has no layers for adapters.
     "openclip, adapters of the text tower": "--loss openclip --lora-rank 8 --lora-targets text",
