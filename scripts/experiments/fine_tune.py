@@ -10,9 +10,9 @@ emoji, which the start has not seen. Concepts are split: a name is in only one o
 icons in ``val/`` and ``test/``. Rehearsal uses the first 1,000 training pairs of the start.
 
 Each run is one ``openclip-ext train``. ``PYTHONPATH`` must contain ``examples/other_losses``. The results have a JSON line for
-each finished run, with the own and kept R@1 (mean of both directions) of the mixes of start and trained weights. With the first
-seed, each method runs at four learning rates. The rate with the best validation score (the mean of the table's three columns)
-runs with the other seeds. ``test/`` has no influence. Finished runs are skipped, so you can repeat a killed command.
+each finished run, with the own and kept R@1 (mean of both directions) of the mixes of start and trained weights. With the
+first seed, each method runs at four learning rates. The rate with the best validation score (the mean of the table's three
+columns) runs with the other seeds. ``test/`` has no influence. Finished runs are skipped, so you can repeat a killed command.
 """
 
 import argparse
