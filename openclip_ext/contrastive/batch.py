@@ -66,8 +66,8 @@ class LocalBatch:
     @_computed_once
     def scale_ok(self) -> Tensor:
         """0-d bool, whether the logit scale is finite and positive."""
-        scale = self.logit_scale.detach().to(self.dtype)
-        return (scale > 0) & (scale < math.inf)
+        scale, limits = self.logit_scale.detach().to(self.dtype), torch.finfo(self.dtype)
+        return scale.clamp(limits.tiny, limits.max) == scale
 
     def detached(self) -> "LocalBatch":
         """Return a copy to store after the step. It has no autograd graph and no index."""
@@ -159,6 +159,17 @@ class GatheredBatch:
         """0-d derivative of ``τ = 1/logit_scale`` with respect to the logit scale; 0 if no sample is valid."""
         return -(self.ok / self.logit_scale.square())
 
+    @_computed_once
+    def others(self) -> Tensor:
+        """``(2, B, d)``, the features of each anchor's positive: texts, images."""
+        return self.features.flip(0)
+
+    @_computed_once
+    def valid_first(self) -> Tensor:
+        """``(B,)`` int64 positions of the samples: first the valid samples, then the masked samples, each in order."""
+        # A view of the booleans as integers would save a kernel, but inductor of torch 2.6 cannot compile it.
+        return torch.argsort(self.ignored.to(torch.uint8), stable=True)
+
     @property
     def local(self) -> slice:
         """Positions of this process's samples."""
@@ -191,7 +202,7 @@ class GatheredBatch:
         ``coefficients`` ``(2, B_local)`` of this process's anchors must be 0 for masked anchors.
         """
         if self.positive_means is None:
-            return coefficients.sum(dim=0)[:, None] * self.features[:, self.local].flip(0)
+            return coefficients.sum(dim=0)[:, None] * self.others[:, self.local]
         assert self.labels is not None
         as_anchors = coefficients[:, :, None] * self.positive_means[:, self.local]
         weighted = self.gather_local(coefficients)[:, :, None] * self.features
@@ -216,6 +227,11 @@ class ContrastStats:
     log_sums: Tensor
     batch_estimate: Callable[["ContrastStats"], Tensor]
     of_all: Callable[[], "ContrastStats"] | None = None
+
+    @_computed_once
+    def scaled_features(self) -> Tensor:
+        """``(2, B, d)`` features, divided by the anchor's temperature."""
+        return self.batch.features / self.tau[:, :, None]
 
     @_computed_once
     def positive_exponent(self) -> Tensor:
@@ -273,6 +289,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     else:
         number = valid.sum(dtype=batch.dtype)
         ok = ok & (number >= 2)
+        valid = valid & ok
     count = number.clamp(min=2)
     negatives = count - 1
     given_labels = labels
@@ -282,7 +299,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         negatives = (count - equal).clamp(min=1)
         # If one valid sample has no negative, all valid samples have the same label, so none of them has a negative.
         ok = ok & (valid & (equal < number)).any()
-    valid = valid & ok
+        valid = valid & ok
     ignored = ~valid
     # An in-place operation is safe here, because torch.stack has copied the features.
     features = features.to(batch.dtype).masked_fill_(ignored[:, None], 0)

@@ -17,6 +17,7 @@ class EmbeddingQueue(nn.Module):
         rows: ``(2, capacity, d)``: text embeddings for image anchors, and image embeddings for text anchors.
         next: 0-d, the row that the next sample will overwrite.
         filled: 0-d, the number of rows in use.
+        slots: ``(capacity,)`` int64, the numbers of all rows.
         labels: ``(capacity, 2)`` int64 labels of equal samples, see :mod:`openclip_ext.contrastive.equal_captions`. None
             before :meth:`keep_labels`.
     """
@@ -24,6 +25,7 @@ class EmbeddingQueue(nn.Module):
     rows: Tensor
     next: Tensor
     filled: Tensor
+    slots: Tensor
     labels: Tensor | None
 
     def __init__(self, capacity: int, embed_dim: int) -> None:
@@ -32,6 +34,7 @@ class EmbeddingQueue(nn.Module):
         self.register_buffer("rows", torch.zeros(2, capacity, embed_dim))
         self.register_buffer("next", torch.zeros((), dtype=torch.int64))
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("slots", torch.arange(capacity), persistent=False)
         self.labels = None
 
     def keep_labels(self) -> None:
@@ -44,7 +47,7 @@ class EmbeddingQueue(nn.Module):
         if self.labels is not None:
             new = _two_labels(batch)[candidates]
             self.labels[positions] = torch.where(is_new[:, None], new, self.labels[positions])
-        rows = torch.where(is_new[:, None], batch.features.flip(0)[:, candidates], self.rows[:, positions])
+        rows = torch.where(is_new[:, None], batch.others[:, candidates], self.rows[:, positions])
         self.rows[:, positions] = rows
         added = is_new.sum()
         self.next.add_(added).remainder_(self.capacity)
@@ -61,7 +64,7 @@ class EmbeddingQueue(nn.Module):
         assigned = self.assigned_rows(batch)
 
         def of_anchors(anchors: slice) -> Tensor:
-            own = assigned[anchors, None] == torch.arange(self.capacity, device=assigned.device)
+            own = assigned[anchors, None] == self.slots
             if self.labels is None:
                 return own
             equal = self.equal(batch, anchors)
@@ -83,27 +86,26 @@ class EmbeddingQueue(nn.Module):
     def _placement(self, batch: GatheredBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the batch positions of the candidates for the queue, their rows in the queue, and whether each is valid."""
         number = min(batch.size, self.capacity)
-        candidates = _valid_first(batch)[:number]
-        positions = (self.next + torch.arange(number, device=candidates.device)) % self.capacity
+        candidates = batch.valid_first[:number]
+        positions = (self.next + self.slots[:number]) % self.capacity
         return candidates, positions, batch.valid[candidates]
 
     def repeated(self) -> Tensor:
         """Return the stored embeddings, oldest first, repeated to ``(2, capacity, d)`` if the queue is not full."""
-        position = torch.arange(self.capacity, device=self.rows.device) % self.filled.clamp(min=1)
+        position = self.slots % self.filled.clamp(min=1)
         return self.rows[:, (self.next - self.filled + position) % self.capacity]
 
     def multiplicity(self) -> Tensor:
         """Return how often :meth:`repeated` contains each row, ``(capacity,)`` int64."""
-        slots = torch.arange(self.capacity, device=self.rows.device)
         filled = self.filled.clamp(min=1)
-        return (slots < filled) * ((self.capacity - 1 - slots) // filled + 1)
+        return (self.slots < filled) * ((self.capacity - 1 - self.slots) // filled + 1)
 
 
 def repeated_batch(batch: GatheredBatch, number: int) -> Tensor:
     """Return what :meth:`EmbeddingQueue.repeated` returns for a queue of capacity ``number`` with only this batch."""
-    order = _valid_first(batch)
+    order = batch.valid_first
     filled = batch.valid.sum().clamp(min=1, max=number)
-    return batch.features.flip(0)[:, order[torch.arange(number, device=order.device) % filled]]
+    return batch.others[:, order[torch.arange(number, device=order.device) % filled]]
 
 
 def _two_labels(batch: GatheredBatch) -> Tensor:
@@ -115,9 +117,3 @@ def _two_labels(batch: GatheredBatch) -> Tensor:
             f"positives: {labels.shape[1]} labels per sample, expected at most 2, because a queue stores them"
         )
     return labels.expand(-1, 2)
-
-
-def _valid_first(batch: GatheredBatch) -> Tensor:
-    """Return the positions ``(B,)`` of the samples: first the valid samples, then the masked samples, each in order."""
-    # A view of the booleans as integers would save a kernel, but inductor of torch 2.6 cannot compile it.
-    return torch.argsort(batch.ignored.to(torch.uint8), stable=True)

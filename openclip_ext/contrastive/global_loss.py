@@ -45,10 +45,9 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [
-            (upstream * gradient).to(dtype) for gradient, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
-        ]
-        return None, None, *gradients, *[None] * len(gradients)
+        gradients = torch._foreach_mul(ctx.saved_tensors, upstream)
+        cast = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.types, strict=True)]
+        return None, None, *cast, *[None] * len(cast)
 
 
 def mean_with_gradients(values: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
@@ -223,7 +222,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         half = 0.5 * batch.world_size
         factor = base = half * objective.pair_factor(captions.tau) * batch.sample_weight
         if estimate.batch_coefficient:
-            factor = base * (1 + estimate.batch_coefficient * (1 - batch_to_estimate))
+            factor = torch.addcmul(base, base, 1 - batch_to_estimate, value=estimate.batch_coefficient)
         # Σ_j w_ij over an anchor's negatives [NeuCLIP 4].
         log_divisor = objective.estimand.log_divisor(joined)
         weight_sum = log_math.saturating_exp(captions.log_sum_negatives - estimate.log_normalizer - log_divisor)
@@ -242,13 +241,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         in_positive = in_positive[:, batch.local]
         if batch.positive_means is None:
             # With one positive per anchor, no additional buffer of the features' size is needed.
-            own = batch.features[:, batch.local].flip(0)
-            gradients.addcmul_(in_positive.sum(dim=0)[:, None], own)
+            gradients.addcmul_(in_positive.sum(dim=0)[:, None], batch.others[:, batch.local])
         else:
             gradients.add_(batch.through_positive(in_positive))
         if estimate.feature_gradient is not None:
-            through_alpha = half * captions.tau * (1 - batch_to_estimate) * batch.sample_weight
-            gradients += estimate.feature_gradient(through_alpha[:, batch.local])
+            through_alpha = captions.tau * (1 - batch_to_estimate) * batch.sample_weight
+            gradients.add_(estimate.feature_gradient(through_alpha[:, batch.local]), alpha=half)
         if mean_similarity is None:
             return parts, None
         gap = weight_sum[:, batch.local] * (mean_similarity - batch.positive[..., batch.local])

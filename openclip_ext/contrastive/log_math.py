@@ -72,7 +72,8 @@ def softmax_terms(exponents: Tensor, dim: int, has_masked: bool = True) -> tuple
     log_softmax = torch.log_softmax(exponents, dim)
     # For each sum, the difference of any exponent and its log-softmax is the result, but rounding is worse if it is masked.
     pair = [values.amax(dim) if has_masked else values.select(dim, 0) for values in (exponents, log_softmax)]
-    return log_softmax.exp_(), None, pair[0] - pair[1]
+    log_sum = pair[0] - pair[1]  # before exp_, because one of the pair may be a view
+    return log_softmax.exp_(), None, log_sum
 
 
 def cosine_decay(start: float, end: float, epoch: int | Tensor, epochs: int) -> float | Tensor:

@@ -48,7 +48,6 @@ class SolvedTemperature(TemperatureScheme):
     solves = True
     log_tau: Tensor
     steps: Tensor
-    divergence: Tensor
 
     def __init__(
         self,
@@ -82,7 +81,8 @@ class SolvedTemperature(TemperatureScheme):
         # If no temperature is given, log τ is NaN before the first step, which uses the model's temperature.
         self.register_buffer("log_tau", torch.tensor(math.nan if temperature is None else math.log(temperature)))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("divergence", torch.tensor(math.nan), persistent=False)
+        # Of the last step: whether log τ moved (0-d bool), the function of its divergence, and log τ before the move.
+        self._last_move: tuple[Tensor, Callable[[Tensor], Tensor], Tensor] | None = None
 
     def temperatures(self, batch: GatheredBatch) -> Tensor:
         stored = self.log_tau.exp().to(batch.features.dtype)
@@ -98,23 +98,23 @@ class SolvedTemperature(TemperatureScheme):
         # Reading ``steps`` would need a sync. There are never more steps than calls, so this check of ``call`` is enough.
         if isinstance(batch.call, Tensor) or batch.call >= _WARMUP_STEPS:
             log_tau = self._move(log_tau, batch)
-        self.log_tau.copy_(torch.where(batch.ok, log_tau.clamp(*self.bounds), self.log_tau))
+        torch.where(batch.ok, log_tau.clamp(*self.bounds), self.log_tau, out=self.log_tau)
         self.steps += batch.ok
         self.queue.push(batch)
 
     def _move(self, log_tau: Tensor, batch: GatheredBatch) -> Tensor:
-        similarities = batch.features[:, :_ANCHORS] @ self.queue.rows.transpose(1, 2)
-        valid, negatives = batch.valid[:_ANCHORS].to(similarities.dtype), None
+        similarities = (batch.features[:, :_ANCHORS] @ self.queue.rows.transpose(1, 2)).flatten(0, 1)
+        weights, negatives = batch.sample_weight[:_ANCHORS].repeat(2), None
         if self.queue.labels is not None:
-            excluded = self.queue.equal(batch, slice(0, _ANCHORS))
+            excluded = self.queue.equal(batch, slice(0, _ANCHORS)).repeat(2, 1)
             similarities.masked_fill_(excluded, MASKED_SIMILARITY)
             negatives = (~excluded).sum(dim=1)
-            valid = valid * (negatives > 0)
-        number = valid.sum()
+            weights = weights * (negatives > 0)
+        total = weights.sum()
         # Without a valid anchor, the divergence is NaN. This can happen although later samples of the batch are valid.
-        divergence = partial(_mean_divergence, similarities, valid / (2 * number), negatives)
-        moves = (self.queue.filled == self.queue.capacity) & (self.steps >= _WARMUP_STEPS) & (number > 0)
-        self.divergence.copy_(torch.where(moves, divergence(log_tau), self.divergence))
+        divergence = partial(_mean_divergence, similarities, weights / total, negatives)
+        moves = (self.queue.filled == self.queue.capacity) & (self.steps >= _WARMUP_STEPS) & (total > 0)
+        self._last_move = moves, divergence, log_tau
         return torch.where(moves, log_tau.lerp(self._solution(divergence, log_tau), _RATE), log_tau)
 
     def _solution(self, divergence: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
@@ -125,33 +125,37 @@ class SolvedTemperature(TemperatureScheme):
         numbers = torch.arange(1, parts, dtype=like.dtype, device=like.device)
         for _ in range(round(math.log(_INTERVALS, parts))):
             width /= parts
-            low = low + width * (divergence(low + width * numbers) > self.target).sum(dim=0, dtype=like.dtype)
+            is_low = divergence(torch.add(low, numbers, alpha=width)) > self.target
+            low = torch.add(low, is_low.sum(dim=0, dtype=like.dtype), alpha=width)
         return low + width / 2
 
     def finish_logit_scale_step(self, parameter: Tensor, before: Tensor | None) -> None:
         parameter.copy_(torch.where(self.log_tau.isnan(), parameter, -self.log_tau))
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return ρ and, once ``log τ`` has moved, the divergence before its last move. Synchronizes with the device."""
-        divergence = self.divergence.item()
-        return {"rho": self.target} | ({} if math.isnan(divergence) else {"divergence": divergence})
+        """Return ρ and, if the last step moved ``log τ``, the divergence before that. Synchronizes with the device."""
+        found = {"rho": self.target}
+        if self._last_move is not None:
+            moves, divergence, log_tau = self._last_move
+            if moves:
+                found["divergence"] = divergence(log_tau).item()
+        return found
 
 
 def _mean_divergence(similarities: Tensor, weights: Tensor, negatives: Tensor | None, log_tau: Tensor) -> Tensor:
     """Return the weighted mean of ``KL(softmax(s_i/τ) ‖ uniform)`` over all anchors, shaped like ``log_tau``.
 
     Args:
-        similarities: ``s`` of both sides' anchors with the queue, ``(2, b, m)``.
-        weights: ``(b,)`` weights of the anchors of one side. They sum to ½, because both sides use them.
+        similarities: ``s`` of the anchors of both sides with the queue, ``(b, m)``.
+        weights: ``(b,)`` weights of the anchors. They sum to 1.
         negatives: ``(b,)`` number of each anchor's samples in the queue that are not masked. None means all ``m``.
         log_tau: 0-d or ``(parts,)``.
     """
-    inverse = torch.exp(-log_tau[..., None, None])
+    inverse = torch.exp(-log_tau[..., None])
     has_masked = negatives is not None
     terms, scale, log_sum = log_math.softmax_terms(similarities * inverse[..., None], dim=-1, has_masked=has_masked)
     mean = torch.linalg.vecdot(terms, similarities)
     if scale is not None:
         mean = mean * scale
     log_number = math.log(similarities.shape[-1]) if negatives is None else negatives.clamp(min=1).log()
-    divergence = mean * inverse - log_sum + log_number
-    return (divergence * weights).sum(dim=(-2, -1))
+    return torch.addcmul(log_number - log_sum, mean, inverse) @ weights

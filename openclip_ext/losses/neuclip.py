@@ -57,13 +57,13 @@ class PrototypeEstimate:
     Attributes:
         stats: The batch that contains the anchors.
         log_normalizer: ``α``, ``(2, B_local)``.
-        prototype_mass: ``Σ_j p_ij``, ``(2, B_local)``. This is 1 minus the share of ε.
-        pull: ``Σ_j p_ij·Ŵ_j``, ``(2, B_local, d)``, or None if no gradient is needed.
+        prototype_mass: ``Σ_j p_ij``, ``(2, B_local)``. This is 1 minus the share of ε. None if no gradient is needed.
+        pull: ``Σ_j p_ij·Ŵ_j`` divided by the mass, ``(2, B_local, d)``, or None if no gradient is needed.
     """
 
     stats: ContrastStats
     log_normalizer: Tensor
-    prototype_mass: Tensor
+    prototype_mass: Tensor | None
     pull: Tensor | None
 
     def feature_gradient(self, weights: Tensor) -> Tensor:
@@ -72,17 +72,17 @@ class PrototypeEstimate:
         The sum is over both sides ``k`` and this process's anchors ``i``. Prototypes and τ are constant:
         ``∇α1_i = Σ_j p_ij (∇(e1_i·Ŵ_j) − ∇s_ii)/τ_i``.
         """
-        assert self.pull is not None, "the estimate was made without its gradient"
+        assert self.pull is not None and self.prototype_mass is not None, "the estimate was made without its gradient"
         batch = self.stats.batch
-        scaled = weights / self.stats.tau[:, batch.local]
-        return scaled[:, :, None] * self.pull - batch.through_positive(scaled * self.prototype_mass)
+        scaled = weights / self.stats.tau[:, batch.local] * self.prototype_mass
+        return scaled[:, :, None] * self.pull - batch.through_positive(scaled)
 
     def tau_slope(self) -> Tensor:
         """Return ``∂α_k,i/∂τ = −(1/τ²)·Σ_j p_ij (e_i·Ŵ_j − s_ii)`` of this process's anchors, ``(2, B_local)``."""
-        assert self.pull is not None, "the estimate was made without its gradient"
+        assert self.pull is not None and self.prototype_mass is not None, "the estimate was made without its gradient"
         batch = self.stats.batch
         cosine = torch.linalg.vecdot(batch.features[:, batch.local], self.pull)
-        gap = cosine - self.prototype_mass * batch.positive[..., batch.local]
+        gap = self.prototype_mass * (cosine - batch.positive[..., batch.local])
         return -gap / self.stats.tau[:, batch.local].square()
 
 
@@ -101,18 +101,19 @@ def estimate_from_prototypes(
         stats: The batch that contains the anchors.
         eps: The constant ε.
         with_gradient: Whether the gradient with respect to the embeddings is needed.
-        multiplicity: Weight of each prototype in the mean, ``(m,)``. None (default) means 1.
+        multiplicity: Weight of each prototype in the mean, ``(m,)``, not 0 for the first. None (default) means 1.
         excluded: Function of a slice of ``b`` anchors that returns which prototypes each excludes, ``(b, m)`` bool. Needs
             ``multiplicity``. None (default) excludes no prototype.
     """
     batch, tau = stats.batch, stats.tau
     alpha = torch.empty_like(tau[:, batch.local], memory_format=torch.contiguous_format)
-    mass = torch.empty_like(alpha)
-    pull = torch.empty_like(batch.features[:, batch.local]) if with_gradient else None
+    mass, pull = None, None
+    if with_gradient:
+        mass, pull = torch.empty_like(alpha), torch.empty_like(batch.features[:, batch.local])
     log_multiplicity = None if multiplicity is None else multiplicity.to(tau.dtype).log()
     for anchors in anchor_chunks(batch.local, 2 * directions.shape[1]):
         here = slice(anchors.start - batch.first, anchors.stop - batch.first)
-        terms = (batch.features[:, anchors] / tau[:, anchors, None]) @ directions.transpose(1, 2)
+        terms = stats.scaled_features[:, anchors] @ directions.transpose(1, 2)
         if log_multiplicity is not None:
             terms += log_multiplicity
         number: int | Tensor = directions.shape[1]
@@ -121,13 +122,14 @@ def estimate_from_prototypes(
             left_out = excluded(anchors)
             terms.masked_fill_(left_out, torch.finfo(terms.dtype).min / 4)  # not −∞, because an anchor may exclude all
             number = (multiplicity * ~left_out).sum(dim=1).clamp(min=1)
-        terms, scale, log_sum = log_math.softmax_terms(terms, dim=2)
+        terms, scale, log_sum = log_math.softmax_terms(terms, dim=2, has_masked=excluded is not None)
         log_mean = log_sum - _log_offset(stats, number, anchors)
         alpha[:, here] = log_math.log_add(log_mean, eps)
-        mass[:, here] = (log_mean - alpha[:, here]).exp_()
-        if pull is not None:
-            factor = mass[:, here] if scale is None else mass[:, here] * scale
-            torch.mul(terms @ directions, factor[:, :, None], out=pull[:, here])
+        if mass is not None and pull is not None:
+            mass[:, here] = (log_mean - alpha[:, here]).exp_()
+            pull[:, here].baddbmm_(terms, directions, beta=0)
+            if scale is not None:
+                pull[:, here].mul_(scale[:, :, None])
     return PrototypeEstimate(stats, alpha, mass, pull)
 
 
@@ -202,15 +204,19 @@ class PrototypeNormalizer(Normalizer):
 
     def step(self, stats: ContrastStats) -> Estimate:
         ok = stats.batch.ok
+        is_due = self._is_restart_due()
         if self.verify_fit:
-            self.uses_fit.copy_(torch.where(ok, self._fit_is_better(stats) & ~self._is_restart_due(), self.uses_fit))
+            torch.where(ok, self._fit_is_better(stats) & ~is_due, self.uses_fit, out=self.uses_fit)
         self.queue.push(stats.batch)
-        self._restart_if_due(ok)
-        before = self._estimate(self._used_prototypes(), stats, self.alpha_gradient) if self.simultaneous else None
+        recent = self.queue.repeated()
+        self._restart_if_due(is_due & ok, recent)
+        before = (
+            self._estimate(self._used_prototypes(recent), stats, self.alpha_gradient) if self.simultaneous else None
+        )
         if self.updates:
             self.fit(stats)
         self.steps += ok
-        return before or self._estimate(self._used_prototypes(), stats, self.alpha_gradient)
+        return before or self._estimate(self._used_prototypes(recent), stats, self.alpha_gradient)
 
     def predict(self, stats: ContrastStats) -> Estimate:
         """Predict with the last step's prototypes. Before the first step, use this batch's embeddings as prototypes."""
@@ -222,10 +228,11 @@ class PrototypeNormalizer(Normalizer):
         """With ``verify_fit``, return whether the last step used the fitted prototypes. Synchronizes with the device."""
         return {"uses_fit": float(self.uses_fit)} if self.verify_fit else {}
 
-    def _used_prototypes(self) -> Tensor:
+    def _used_prototypes(self, recent: Tensor | None = None) -> Tensor:
+        """Return the prototypes of the estimate. ``recent``: the queue's embeddings, if they are already known."""
         if not self.verify_fit:
             return self.prototypes
-        return torch.where(self.uses_fit, self.prototypes, self.queue.repeated())
+        return torch.where(self.uses_fit, self.prototypes, self.queue.repeated() if recent is None else recent)
 
     def _fit_is_better(self, stats: ContrastStats) -> Tensor:
         """Return whether the prototypes predict a new batch better than the queue does: 0-d bool.
@@ -233,21 +240,19 @@ class PrototypeNormalizer(Normalizer):
         Neither predictor has used this batch yet. A predictor's score is ``mean_i τ·(exp(−α_i)(ε + g_i) + α_i)`` [12]. The
         exact normalizers minimize the expectation of this score over batches. If a score is NaN, the result is False.
         """
-        excess = []
-        for prototypes in (self.prototypes, self.queue.repeated()):
-            alpha = self._estimate(prototypes, stats, with_gradient=False).log_normalizer
-            excess.append(log_math.saturating_exp(stats.log_estimate - alpha) + alpha)
-        return torch.where(stats.batch.valid, stats.tau * (excess[0] - excess[1]), 0).sum() < 0
+        predictors = (self.prototypes, self.queue.repeated())
+        alpha = torch.stack([self._estimate(rows, stats, with_gradient=False).log_normalizer for rows in predictors])
+        excess = log_math.saturating_exp(stats.log_estimate - alpha) + alpha
+        return stats.batch.mean(stats.tau * (excess[0] - excess[1])).sum() < 0
 
     def _is_restart_due(self) -> Tensor:
         return self.steps == 0 if self.restart_every is None else self.steps % self.restart_every == 0
 
-    def _restart_if_due(self, ok: Tensor) -> None:
-        due = self._is_restart_due() & ok
+    def _restart_if_due(self, due: Tensor, recent: Tensor) -> None:
         # Only on a CPU, because reading ``due`` on a GPU synchronizes.
         if due.is_cpu and can_read_values(due) and not due:
             return
-        self.prototypes.copy_(torch.where(due, self.queue.repeated(), self.prototypes))
+        torch.where(due, recent, self.prototypes, out=self.prototypes)
         if self.reset:
             self.accumulator.masked_fill_(due, 0)
 
@@ -296,7 +301,7 @@ class _Fit:
         self.is_unified = normalizer.objective == "unified"
         number = self.prototypes.shape[1]
         offset = _log_offset(stats, number)
-        self.scaled = batch.features / tau[:, :, None]
+        self.scaled = stats.scaled_features
         self.log_eps = offset + (math.log(normalizer.eps) if normalizer.eps else -math.inf)
         self.log_estimate = stats.log_estimate + offset
         # Constant factors of the derivative: the anchor's weight in the mean, and τ if the objective is [12].
@@ -306,8 +311,8 @@ class _Fit:
         # Every update reuses these buffers, because on a CPU, allocating memory takes as long as a pass over the memory.
         self.directions, self.gradient = self.prototypes.new_empty((2, *self.prototypes.shape))
         self.step = torch.zeros((), device=tau.device)
-        # Rows are prototypes, because both matrix products then read their first factor row by row.
-        self.terms = self.scaled.new_empty(2, number, self.chunks[0].stop)
+        # Rows are prototypes, because both matrix products then read their first factor row by row. ε is one more row.
+        self.terms = self.scaled.new_empty(2, number + 1, self.chunks[0].stop)
 
     def update(self) -> None:
         blocks = self.normalizer.blocks
@@ -325,14 +330,13 @@ class _Fit:
     def _add_gradient(self, anchors: slice) -> None:
         """Add the part of some anchors to the gradient for the unit prototypes. The first chunk overwrites the buffer."""
         exponents = self.terms[:, :, : anchors.stop - anchors.start]
-        torch.bmm(self.directions, self.scaled[:, anchors].transpose(1, 2), out=exponents)
-        terms, scale, log_sum = log_math.softmax_terms(exponents, dim=1, has_masked=False)
-        alpha = torch.logaddexp(log_sum, self.log_eps[:, anchors])
+        exponents[:, :-1].baddbmm_(self.directions, self.scaled[:, anchors].transpose(1, 2), beta=0)
+        exponents[:, -1] = self.log_eps[:, anchors]
+        terms, scale, alpha = log_math.softmax_terms(exponents, dim=1, has_masked=False)
         descent = self.log_estimate[:, anchors] - alpha
         if self.is_unified:
             descent = descent.clamp_(max=log_math.max_exponent(descent.dtype)).expm1_()
-        descent.mul_(log_sum.sub_(alpha).exp_())
         if scale is not None:
             descent.mul_(scale)
         pull = descent[:, :, None] * self.factors[:, anchors]
-        self.gradient.baddbmm_(terms, pull, beta=0 if anchors.start == 0 else 1, alpha=-1)
+        self.gradient.baddbmm_(terms[:, :-1], pull, beta=0 if anchors.start == 0 else 1, alpha=-1)

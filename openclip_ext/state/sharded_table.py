@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from openclip_ext import distributed
 
 _SHARD = "shard"
+# Its exponential is finite in double precision.
+_LARGEST_EXPONENT = 700.0
 
 
 def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -149,32 +151,23 @@ def exclude_tables(tables: Iterable[ShardedTable]) -> Iterator[None]:
 def group_log_mean(index: Tensor, log_values: Tensor, valid: Tensor) -> Tensor:
     """Average the values of all valid samples with equal index; return the log of the mean for each sample, ``(rows, B)``.
 
-    ``log_values`` ``(rows, B)`` contains the logarithms of the values. Results of masked samples are arbitrary.
+    ``log_values`` ``(rows, B)`` contains the logarithms of the values. They are clamped to ±700. Results of masked samples are
+    arbitrary.
     """
-    group, size = _group(index, valid)
-    group = group.expand_as(log_values)
-    masked = log_values.masked_fill(~valid, -torch.inf)
-    # The initial maximum is finite. Otherwise, the difference below would be NaN for a group of −inf alone.
-    bound = torch.full_like(log_values, torch.finfo(log_values.dtype).min)
-    largest = bound.scatter_reduce(1, group, masked, "amax").gather(1, group)
-    # On a GPU, the order of summation varies. Sums in double precision still give equal results after rounding.
-    shares = (masked - largest).double().exp()
-    sums = torch.zeros_like(shares).scatter_add(1, group, shares).gather(1, group)
-    return largest + (sums / size).log().to(log_values.dtype)
+    values = log_values.double().clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT).exp_()
+    return group_mean(index, values, valid).log_().to(log_values.dtype)
 
 
 def group_mean(index: Tensor, values: Tensor, valid: Tensor) -> Tensor:
     """Average the values of all valid samples with equal index; return the mean for each sample, ``(rows, B)``."""
-    group, size = _group(index, valid)
-    group = group.expand_as(values)
-    wide = values.double().masked_fill_(~valid, 0)
-    sums = torch.zeros_like(wide).scatter_add(1, group, wide).gather(1, group)
-    return (sums / size).to(values.dtype)
+    rows = [values.double().masked_fill(~valid, 0), valid.double()[None]]
+    sums, counts = _group_sums(index, torch.cat(rows)).split([len(values), 1])
+    return (sums / counts.clamp(min=1)).to(values.dtype)
 
 
 def group_count(index: Tensor, valid: Tensor) -> Tensor:
     """Count the valid samples with equal index; return the number for each sample, ``(B,)`` int64, at least 1."""
-    return _group(index, valid)[1].to(torch.int64)
+    return _group_sums(index, valid.double()[None])[0].clamp(min=1).to(torch.int64)
 
 
 def merge_labels(labels: Tensor) -> Tensor:
@@ -196,9 +189,10 @@ def merge_labels(labels: Tensor) -> Tensor:
     return merged
 
 
-def _group(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Group samples with equal index; return each sample's group ``(B,)`` and its number of valid samples, at least 1."""
-    group = torch.searchsorted(index.sort().values, index)
-    counts = valid.double()
-    size = torch.zeros_like(counts).scatter_add_(0, group, counts).gather(0, group)
-    return group, size.clamp_(min=1)
+def _group_sums(index: Tensor, values: Tensor) -> Tensor:
+    """Add the values of all samples with equal index; return the sum for each sample, ``(rows, B)`` like ``values``.
+
+    On a GPU, the order of summation varies. Sums in double precision still give equal results after rounding to float32.
+    """
+    group = torch.searchsorted(index.sort().values, index).expand_as(values)
+    return torch.zeros_like(values).scatter_add_(1, group, values).gather(1, group)

@@ -60,7 +60,7 @@ class StepGuard:
         self._loss = loss
         self._statistics = [buffer for layer in compat.batch_norms(model) for buffer in layer.buffers()]
         self._on_host = on_host
-        self._before: list[_Copies] = []
+        self._before = (_Copies(), _Copies())  # of BatchNorm's statistics and of the loss's state
         self._counters: dict[str, Any] = {}
         self._pending: deque[tuple[int, Tensor, Tensor, torch.cuda.Event | None]] = deque()
         self.skipped = 0
@@ -75,14 +75,14 @@ class StepGuard:
     @torch.no_grad()
     def before_forward(self) -> None:
         """Save the model's BatchNorm statistics."""
-        self._before = [_Copies(self._statistics)]
+        self._before[0].save(self._statistics)
 
     @torch.no_grad()
     def before_loss(self) -> None:
         """Save the loss's state."""
         state = self._loss.replicated_state()
         self._counters = {name: _copy(state.pop(name)) for name in list(state) if name.endswith(_EXTRA_STATE)}
-        self._before.append(_Copies(list(state.values())))
+        self._before[1].save(list(state.values()))
         for table in self._loss.tables().values():
             table.overwritten = None
 
@@ -145,7 +145,6 @@ class StepGuard:
             arrived = torch.cuda.Event()
             arrived.record(stream)
         self._pending.append((number, names, flags, arrived))
-        self._before, self._counters = [], {}
 
     def _restore(self, skip_if: Tensor | None = None) -> None:
         """Restore the saved state, unless ``skip_if`` (0-d bool on the device) is True. Passing ``skip_if`` avoids a sync.
@@ -206,21 +205,31 @@ class _Copies:
     """Copies of tensors, from which the tensors, or others in their places, can be restored.
 
     Small tensors of one dtype are copied together. Otherwise, each of a ResNet-50's 159 BatchNorm buffers would need one
-    kernel to copy it and two to restore it.
+    kernel to copy it and two to restore it. The copies of the next step reuse the memory, because on a CPU, allocating memory
+    takes several times as long as the copy.
     """
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        groups: dict[Any, list[int]] = defaultdict(list)
+    def __init__(self) -> None:
+        self._groups: dict[Any, list[int]] = {}
+        self._copies: dict[Any, Tensor] = {}
+
+    def save(self, tensors: list[Tensor]) -> None:
+        """Copy tensors. This overwrites the earlier copies."""
+        self._groups = defaultdict(list)
         for number, tensor in enumerate(tensors):
-            groups[(tensor.device, tensor.dtype) if tensor.numel() <= _SMALL else number].append(number)
-        self._groups = [(group, torch.cat([tensors[i].reshape(-1) for i in group])) for group in groups.values()]
+            own = number if tensor.numel() > _SMALL else None
+            self._groups[tensor.device, tensor.dtype, own].append(number)
+        self._copies = {
+            kind: torch.cat([tensors[number].reshape(-1) for number in numbers], out=self._copies.get(kind))
+            for kind, numbers in self._groups.items()
+        }
 
     def restore(self, tensors: list[Tensor], skip_if: Tensor | None) -> None:
-        """Overwrite ``tensors`` with the copies, unless ``skip_if`` (0-d bool on their device) is True."""
-        for numbers, before in self._groups:
-            group, values = [tensors[number] for number in numbers], before
+        """Overwrite ``tensors`` with the copies, unless ``skip_if`` (0-d bool on their device) is True. Call it once."""
+        for kind, numbers in self._groups.items():
+            group, values = [tensors[number] for number in numbers], self._copies[kind]
             if skip_if is not None:
                 now = [tensor.reshape(-1) for tensor in group]
-                values = torch.where(skip_if, now[0] if len(now) == 1 else torch.cat(now), before)
+                torch.where(skip_if, now[0] if len(now) == 1 else torch.cat(now), values, out=values)
             parts = values.split([tensor.numel() for tensor in group])
             torch._foreach_copy_(group, [part.view_as(tensor) for part, tensor in zip(parts, group, strict=True)])

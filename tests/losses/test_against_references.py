@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from openclip_ext.contrastive import similarities
-from tests.losses.cases import CASES, HARD, STEERED, Case, Step, add_hard_negatives, make_steps, run_step
+from tests.losses.cases import CASES, HARD, STEERED, Case, Step, add_hard_negatives, kinds, make_steps, run_step
 from tests.references.contrastive import equal_captions, hard_negatives
 from tests.references.steering import without_reference
 
@@ -33,6 +33,12 @@ def _compare(case: Case, steps: list[Step]) -> None:
 @pytest.mark.parametrize("name", [*CASES, *STEERED])
 def test_several_steps_with_duplicates(name: str) -> None:
     _compare((CASES | STEERED)[name], make_steps())
+
+
+@pytest.mark.parametrize("name", kinds())
+def test_the_operations_for_a_gpu_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False, raising=False)
+    _compare(CASES[name], make_steps())
 
 
 @pytest.mark.parametrize("batch", [6, 2])
