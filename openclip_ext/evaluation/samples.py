@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader
 from openclip_ext.data.processes import begin_worker
 from openclip_ext.data.shards import tar
 from openclip_ext.data.sources.source import Source, reason_of
+from openclip_ext.data.sources.spec import IMAGE_FILE_ENDINGS, class_images
 
 IMAGE_EXTENSIONS = ("webp", "png", "jpg", "jpeg")
-_FILE_EXTENSIONS = (*IMAGE_EXTENSIONS, "bmp", "gif", "tif", "tiff", "ppm", "pgm")  # of class folders
 CLASSNAMES_FILE = "classnames.txt"
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
 INSTANCES_FILE = "instances.jsonl"
@@ -340,19 +340,6 @@ def fingerprint(path: Path) -> str:
 # --- Images in files and in tables ------------------------------------------------------------------------------------
 
 
-def image_files(folder: Path) -> list[Path]:
-    """Return all image files below a folder, sorted by path, without hidden ones; raise DataError if there are none."""
-    paths = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower()[1:] in _FILE_EXTENSIONS
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
-    if not paths:
-        raise DataError(f"{folder} has no images ({', '.join(_FILE_EXTENSIONS)}).")
-    return paths
-
-
 def file_samples(name: str, paths: Iterable[Path], labels: Iterable[int | None] | None = None) -> Samples:
     """Return the samples of image files; a sample's key is its path."""
     paths = list(paths)
@@ -376,11 +363,13 @@ def class_folders(
     Files and folders whose names start with a dot are skipped. ``numbered`` returns the labels by name; None (default) means
     the places in alphabetical order. Raise DataError if a folder has no image.
     """
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    labels = {name: place for place, name in enumerate(names)} if numbered is None else numbered(names)
-    if not names:
+    images = class_images(str(folder))
+    labels = {name: place for place, name in enumerate(images)} if numbered is None else numbered(list(images))
+    if not images:
         raise DataError(f"{folder}: expected one folder of images for each class, found no folder.")
-    files = [(path, labels[name]) for name in names for path in image_files(folder / name)]
+    if empty := [name for name, paths in images.items() if not paths]:
+        raise DataError(f"{folder / empty[0]} has no images ({', '.join(IMAGE_FILE_ENDINGS)}).")
+    files = [(Path(path), labels[name]) for name, paths in images.items() for path in paths]
     paths, numbers = zip(*files, strict=True)
     return file_samples(folder.name, paths, numbers), sorted(labels, key=lambda name: labels[name])
 
