@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,7 +111,8 @@ def evaluate(args: argparse.Namespace) -> int:
         return evaluated.status
     found: dict[float, Evaluated] = {}
     for weight, mix in zip(args.interpolate, mixes(opened, args.interpolate), strict=True):
-        found[weight] = evaluate_model(args, tasks, mix, encoder, folder / f"alpha-{weight:g}")
+        # A new encoder, because an encoder caches the embeddings of classes.
+        found[weight] = evaluate_model(args, tasks, mix, replace(encoder), folder / f"alpha-{weight:g}")
     if distributed.is_rank0():
         echo(f"{_curve(found)}\n\nResults: {folder}/alpha-*")
     return max(evaluated.status for evaluated in found.values())

@@ -20,6 +20,7 @@ from openclip_ext.training.flags import parse
 from openclip_ext.training.interpolation import ALPHAS, choose
 from openclip_ext.training.plan import resolve
 from tests.data.test_reference import write_store
+from tests.evaluation.datasets import write_class_folders
 from tests.training import runs
 from tests.training.commands import plan_of
 from tests.training.runs import SMALL_MODEL, evaluation, results_of, run, small_command, stock_model
@@ -102,6 +103,17 @@ def test_evaluate_gives_the_curve_of_the_mixes_and_names_the_chosen_one(whole, s
     assert chosen in capsys.readouterr().out
     assert datacomp.main([chosen, *arguments, "--interpolate", "0.5"]) == 2
     assert "--interpolate" in caplog.text
+
+
+def test_the_curve_has_the_accuracy_of_each_mix(whole, tmp_path, capsys):
+    write_class_folders(tmp_path / "photos", 60, lambda digit: f"digit {digit % 10}")
+    found = {}
+    for weights in ("0,1", "1"):
+        arguments = ["--device", "cpu", "--tasks", str(tmp_path / "photos"), "--interpolate", weights]
+        assert datacomp.main([str(whole), *arguments, "--output-dir", str(tmp_path / weights)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found[weights] = dict(line.split(maxsplit=1) for line in lines if line.startswith(("0 ", "1 ")))
+    assert found["0,1"]["1"] == found["1"]["1"] != found["0,1"]["0"]
 
 
 def test_a_stopped_run_is_the_same(flags, shards, tmp_path):
