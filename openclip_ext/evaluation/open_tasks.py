@@ -218,10 +218,11 @@ def _label_source(spec: DataSpec) -> Source | None:
     """Return a table whose captions are labels. None means that the data are no table, or have captions."""
     if spec.resolved_type not in ("csv", "table"):
         return None
-    for column in (spec.csv_caption_key, *LABEL_COLUMNS):
+    of_labels = *LABEL_COLUMNS, *map(str.title, LABEL_COLUMNS)
+    for column in (spec.csv_caption_key, *of_labels):
         with contextlib.suppress(ValueError):
             source = build_source(replace(spec, csv_caption_key=column))
-            return source if column in LABEL_COLUMNS else None
+            return source if column in of_labels else None
     return None  # the loader of pairs explains what is wrong with the table
 
 

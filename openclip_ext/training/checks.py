@@ -205,7 +205,10 @@ def _check_model(config: ModelConfig) -> None:
         return
     known = open_clip.list_models()
     if name not in known:
-        raise UsageError(f"unknown model --model {config.name}{nearest(name, known)}; known: open_clip.list_models()")
+        raise UsageError(
+            f"unknown model --model {config.name}{nearest(name, known)}; known: open_clip.list_models(), or local-dir:FOLDER "
+            "with the open_clip_config.json of your own model"
+        )
     if not tag or os.path.exists(tag) or open_clip.is_pretrained_cfg(name, tag):
         return
     tags = open_clip.list_pretrained_tags_by_model(name)

@@ -104,7 +104,8 @@ def test_a_table_of_labels_is_a_task(kind, evaluate, photos, tiny):
     path = photos.parent / f"table.{kind}"
     if kind in ("csv", "tsv"):
         separator = "," if kind == "csv" else "\t"
-        path.write_text("\n".join(separator.join(row) for row in [rows[0].keys(), *(row.values() for row in rows)]))
+        header = ["image", "label"] if kind == "csv" else ["Image", "Label"]
+        path.write_text("\n".join(separator.join(row) for row in [header, *(row.values() for row in rows)]))
     elif kind == "jsonl":
         pytest.importorskip("datasets")
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))

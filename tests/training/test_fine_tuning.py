@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.evaluation.training_log import read_log
 from openclip_ext.training.flags import parse
 from openclip_ext.training.interpolation import ALPHAS, choose
+from openclip_ext.training.main import main
 from openclip_ext.training.plan import resolve
 from tests.data.test_reference import write_store
 from tests.evaluation.datasets import write_class_folders
@@ -114,6 +116,22 @@ def test_the_curve_has_the_accuracy_of_each_mix(whole, tmp_path, capsys):
         lines = capsys.readouterr().out.splitlines()
         found[weights] = dict(line.split(maxsplit=1) for line in lines if line.startswith(("0 ", "1 ")))
     assert found["0,1"]["1"] == found["1"]["1"] != found["0,1"]["0"]
+
+
+def test_initial_weights_that_are_not_found_are_explained(start, whole, shards, tmp_path, caplog):
+    moved = shutil.copytree(whole, tmp_path / "run")
+    path = moved / "config.json"
+    path.write_text(path.read_text().replace(str(start), "start.pt"))  # relative to another folder
+    assert datacomp.main([str(moved), "--val-data", shards, "--device", "cpu", "--interpolate", "0.5"]) == 2
+    assert "--interpolate" in caplog.text and "start.pt" in caplog.text and "relative" in caplog.text
+
+
+@pytest.mark.parametrize("more", [["--batch-size", "8"], ["--keep-share", "0.5"]])
+def test_a_run_with_general_pairs_keeps_its_batch(more, whole, flags, shards, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    command = small_command(shards, tmp_path, "run", "queueclip", *flags, "--resume", "latest", "--epochs", "3", *more)
+    with pytest.raises(ValueError, match="--keep-share"):
+        main(command)
 
 
 def test_a_stopped_run_is_the_same(flags, shards, tmp_path):
@@ -242,7 +260,7 @@ def test_own_classes_have_the_accuracy_of_stock_openclip(start, shards, tmp_path
 
 
 def test_tools_that_need_all_training_data_refuse_the_run(whole):
-    with pytest.raises(UsageError, match="--keep-data"):
+    with pytest.raises(UsageError, match="--keep-data.*--pretrained"):
         load_run(whole)
 
 
