@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader
 from openclip_ext.data.processes import begin_worker
 from openclip_ext.data.shards import tar
 from openclip_ext.data.sources.source import Source, reason_of
-from openclip_ext.data.sources.spec import IMAGE_FILE_ENDINGS, class_images
+from openclip_ext.data.sources.spec import IMAGE_FILE_ENDINGS, images_below
+from openclip_ext.data.sources.spec import class_folders as subfolders
 
 IMAGE_EXTENSIONS = ("webp", "png", "jpg", "jpeg")
 CLASSNAMES_FILE = "classnames.txt"
@@ -340,6 +341,13 @@ def fingerprint(path: Path) -> str:
 # --- Images in files and in tables ------------------------------------------------------------------------------------
 
 
+def image_files(folder: Path) -> list[Path]:
+    """Return the image files below a folder, sorted and without hidden ones; raise DataError if there are none."""
+    if not (paths := [Path(path) for path in images_below(str(folder))]):
+        raise DataError(f"{folder} has no images ({', '.join(IMAGE_FILE_ENDINGS)}).")
+    return paths
+
+
 def file_samples(name: str, paths: Iterable[Path], labels: Iterable[int | None] | None = None) -> Samples:
     """Return the samples of image files; a sample's key is its path."""
     paths = list(paths)
@@ -363,13 +371,11 @@ def class_folders(
     Files and folders whose names start with a dot are skipped. ``numbered`` returns the labels by name; None (default) means
     the places in alphabetical order. Raise DataError if a folder has no image.
     """
-    images = class_images(str(folder))
-    labels = {name: place for place, name in enumerate(images)} if numbered is None else numbered(list(images))
-    if not images:
+    names = subfolders(str(folder))
+    labels = {name: place for place, name in enumerate(names)} if numbered is None else numbered(names)
+    if not names:
         raise DataError(f"{folder}: expected one folder of images for each class, found no folder.")
-    if empty := [name for name, paths in images.items() if not paths]:
-        raise DataError(f"{folder / empty[0]} has no images ({', '.join(IMAGE_FILE_ENDINGS)}).")
-    files = [(Path(path), labels[name]) for name, paths in images.items() for path in paths]
+    files = [(path, labels[name]) for name in names for path in image_files(folder / name)]
     paths, numbers = zip(*files, strict=True)
     return file_samples(folder.name, paths, numbers), sorted(labels, key=lambda name: labels[name])
 

@@ -260,7 +260,7 @@ def test_own_classes_have_the_accuracy_of_stock_openclip(start, shards, tmp_path
 
 
 def test_tools_that_need_all_training_data_refuse_the_run(whole):
-    with pytest.raises(UsageError, match="--keep-data.*--pretrained"):
+    with pytest.raises(UsageError, match=r"--keep-data.*--pretrained"):
         load_run(whole)
 
 

@@ -136,7 +136,8 @@ class RehearsalLoader:
         try:
             self._own.load_state_dict(state_dict["own"])
             self._keep.load_state_dict(state_dict["keep"])
-        except ValueError as error:  # it has the batch size of a part, and the general pairs are almost always mid-epoch
+        except ValueError as error:
+            # The error has the batch size of a part. Between two epochs of the training data, the general pairs are mid-epoch.
             raise ValueError(
                 "with --keep-data, a run resumes only with the checkpoint's data, --seed, global batch and --keep-share. Use "
                 "these, or give --pretrained CHECKPOINT and another --name"

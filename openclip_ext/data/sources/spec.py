@@ -150,7 +150,8 @@ class DataSpec:
 def is_table(path: str) -> bool:
     """Return whether a path is a table: a Parquet or JSON-lines file, or a folder that is no folder of shards."""
     if os.path.isdir(path):
-        return is_saved(path) or bool(class_folders(path))
+        is_of_shards = any(".tar" in name for name in os.listdir(path))
+        return is_saved(path) or (not is_of_shards and bool(class_folders(path)))
     return path.rpartition(".")[2] in TABLE_LOADERS
 
 
@@ -160,28 +161,21 @@ def is_saved(folder: str) -> bool:
 
 
 def class_folders(folder: str) -> list[str]:
-    """Return the names of the subfolders in alphabetical order, unless the folder contains tar files."""
-    with os.scandir(folder) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    if any(".tar" in entry.name for entry in found):
-        return []
-    return [entry.name for entry in found if entry.is_dir() and not entry.name.startswith(".")]
-
-
-def class_images(folder: str) -> dict[str, list[str]]:
-    """Return the paths of the images at any depth below each class folder, sorted and without hidden ones, by class.
+    """Return the names of the subfolders in alphabetical order, without hidden ones.
 
     Raises:
         ValueError: The subfolders are parts of a data set (``train``, ``val``) and not classes.
     """
-    names = class_folders(folder)
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     if names and {name.lower() for name in names} <= _PARTS:
         parts = ", ".join(os.path.join(folder, name) for name in names)
         raise ValueError(f"{folder} has parts of a data set, and not classes: give one of them, {parts}")
-    return {name: list(_images_below(os.path.join(folder, name))) for name in names}
+    return names
 
 
-def _images_below(folder: str) -> Iterator[str]:
+def images_below(folder: str) -> Iterator[str]:
+    """Yield the paths of the images at any depth below a folder, sorted and without hidden ones."""
     for place, folders, files in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):

@@ -12,7 +12,7 @@ from typing import Any
 from openclip_ext.cli.options import nearest
 from openclip_ext.data.sources.keys import CAPTION_COLUMNS, DATA_FORMATS, IMAGE_COLUMNS
 from openclip_ext.data.sources.rows import RowSource
-from openclip_ext.data.sources.spec import TABLE_LOADERS, class_images, is_saved
+from openclip_ext.data.sources.spec import TABLE_LOADERS, class_folders, images_below, is_saved
 
 
 class TableSource(RowSource):
@@ -59,6 +59,7 @@ class TableSource(RowSource):
             for name in self._texts
             if isinstance(table.features[name], ClassLabel)
         }
+        self.has_classes = bool(self._classes)
         table = table.select_columns(list(dict.fromkeys([self._image, *self._texts, *self._hard])))
         if isinstance(table.features[self._image], Image):
             table = table.cast_column(self._image, Image(decode=False))
@@ -121,7 +122,8 @@ def _load_class_folders(path: str) -> Any:
     """
     from datasets import ClassLabel, Dataset, Features, Image
 
-    images = {name: files for name, files in class_images(path).items() if files}
+    listed = {name: list(images_below(os.path.join(path, name))) for name in class_folders(path)}
+    images = {name: files for name, files in listed.items() if files}
     columns = {
         "image": [file for files in images.values() for file in files],
         "label": [number for number, files in enumerate(images.values()) for _ in files],
