@@ -256,9 +256,7 @@ def has_other_data(line: Mapping[str, Any], task: Task) -> bool:
 
 def _data_digest(task: Task) -> str:
     """Return a digest of a task's data and prompt; an empty text for data without a place of their own."""
-    if task.path is None:
-        return ""
-    return fingerprint(task.path) + ("" if task.template is None else f" {task.template}")
+    return "" if task.path is None else f"{fingerprint(task.path)} {task.template or ''}".strip()
 
 
 def evaluate_tasks(tasks: Mapping[str, Task], encoder: Encoder, log: ResultLog) -> dict[str, str]:

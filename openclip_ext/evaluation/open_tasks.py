@@ -155,8 +155,7 @@ def own_task(place: str | Path, template: str | None = None, pairs: DataSpec | N
     if (path / "test").is_dir() and (path / "test" / "nshards.txt").is_file():
         return _in_datacomp_layout(path, name)
     if path.is_dir() and not is_saved(str(path)) and not any(path.glob("*.tar*")):
-        read = partial(read_class_folders, path, template)
-        return Classification(name=name, path=path, template=template, read=read)
+        return Classification(name=name, path=path, template=template, read=partial(read_class_folders, path, template))
     if not path.exists() and not any(mark in str(place) for mark in ("*", "{", "::", "://")):
         raise DataError(f"{path} not found: {FORMATS}")
     spec = DataSpec(str(place)) if pairs is None else pairs

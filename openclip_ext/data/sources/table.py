@@ -122,8 +122,8 @@ def _load_class_folders(path: str) -> Any:
     """
     from datasets import ClassLabel, Dataset, Features, Image
 
-    listed = {name: list(images_below(os.path.join(path, name))) for name in class_folders(path)}
-    images = {name: files for name, files in listed.items() if files}
+    listed = ((name, list(images_below(os.path.join(path, name)))) for name in class_folders(path))
+    images = {name: files for name, files in listed if files}
     columns = {
         "image": [file for files in images.values() for file in files],
         "label": [number for number, files in enumerate(images.values()) for _ in files],
