@@ -84,7 +84,10 @@ def load_run(
     config = read_config(run)
     flags, name = config["flags"], config["loss"]["name"]
     if flags.get("keep_data"):
-        raise UsageError(f"{run} was trained with --keep-data, which this program does not support: use another run")
+        raise UsageError(
+            f"{run} was trained with --keep-data, which this program does not support. To inspect its data, give them in "
+            f"place of the run, with --model {flags['model']} --pretrained CHECKPOINT --output FOLDER"
+        )
     found = read(checkpoint_file(run if checkpoint == "latest" else run / "checkpoints" / checkpoint))
     if found.shared is None:
         raise UsageError(

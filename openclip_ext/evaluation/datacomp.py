@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +66,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, help=folder_help)
     parser.add_argument("--val-data", help="image-caption pairs for retrieval, in any format of training's --val-data")
     template_help = (
-        "prompt for your own classes, with {} for the class name (default: the data's, else a photo of a {})"
+        "prompt for your own classes, with {} for the class name (default: the --caption-template of the model's run, else "
+        "the data's, else a photo of a {})"
     )
     parser.add_argument("--template", help=template_help)
     output_help = "folder for the results; default: RUN/datacomp/CHECKPOINT, or datacomp/MODEL-TAG for a pretrained tag"
@@ -110,7 +112,8 @@ def evaluate(args: argparse.Namespace) -> int:
         return evaluated.status
     found: dict[float, Evaluated] = {}
     for weight, mix in zip(args.interpolate, mixes(opened, args.interpolate), strict=True):
-        found[weight] = evaluate_model(args, tasks, mix, encoder, folder / f"alpha-{weight:g}")
+        # A new encoder, because an encoder caches the embeddings of classes.
+        found[weight] = evaluate_model(args, tasks, mix, replace(encoder), folder / f"alpha-{weight:g}")
     if distributed.is_rank0():
         echo(f"{_curve(found)}\n\nResults: {folder}/alpha-*")
     return max(evaluated.status for evaluated in found.values())
@@ -179,8 +182,11 @@ def find_tasks(args: argparse.Namespace) -> dict[str, Task]:
     names = [name for entry in args.tasks or () for name in ([entry] if os.path.exists(entry) else entry.split(","))]
     known = {name for entry in TASKS.values() for name in (entry.key, entry.name, entry.folder)} | SUITES.keys()
     paths = [name for name in names if name not in known and _is_path(name)]
-    pairs = _pairs(args)
-    own = [own_task(place, args.template, pairs(place)) for place in paths]
+    flags = _run_flags(args)
+    pairs = _pairs(flags)
+    trained = flags.get("caption_template", DataSpec.caption_template)
+    template = args.template or (trained if trained != DataSpec.caption_template else None)
+    own = [own_task(place, template, pairs(place)) for place in paths]
     if args.val_data is not None:
         own.append(retrieval("val-data", pairs(args.val_data)))
     tasks = {task.name: task for task in own}
@@ -215,11 +221,15 @@ def _is_path(name: str) -> bool:
     return os.path.exists(name) or is_of_files or "://" in name or name.startswith((".", "/"))
 
 
-def _pairs(args: argparse.Namespace) -> Callable[[str], DataSpec]:
-    """Return a function that reads a place as training would: with the keys and columns in the flags of the model's run."""
+def _run_flags(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Return the flags of the model's run, by name; empty if it has none."""
     folder = Path(args.run or "")
     is_run = args.run is not None and (folder / "checkpoints").is_dir()
-    flags = read_config(folder)["flags"] if is_run else flags_of_run(args.run or args.checkpoint)
+    return read_config(folder)["flags"] if is_run else flags_of_run(args.run or args.checkpoint)
+
+
+def _pairs(flags: Mapping[str, Any]) -> Callable[[str], DataSpec]:
+    """Return a function that reads a place as training would: with the keys and columns in the flags of the model's run."""
     names = ("image_key", "caption_key", "csv_separator", "csv_img_key", "csv_caption_key", "max_image_pixels")
     fields = {name.replace("img", "image"): flags[name] for name in names if flags.get(name) is not None}
     return lambda place: DataSpec(place, **fields)
@@ -240,8 +250,13 @@ def _begin(log: ResultLog, tasks: Mapping[str, Task], args: argparse.Namespace) 
 
 
 def has_other_data(line: Mapping[str, Any], task: Task) -> bool:
-    """Return whether a task's data differ from the data of a result."""
-    return task.path is not None and line["data"] != fingerprint(task.path)
+    """Return whether a task's data or prompt differ from those of a result."""
+    return task.path is not None and line["data"] != _data_digest(task)
+
+
+def _data_digest(task: Task) -> str:
+    """Return a digest of a task's data and prompt; an empty text for data without a place of their own."""
+    return "" if task.path is None else f"{fingerprint(task.path)} {task.template or ''}".strip()
 
 
 def evaluate_tasks(tasks: Mapping[str, Task], encoder: Encoder, log: ResultLog) -> dict[str, str]:
@@ -254,7 +269,7 @@ def evaluate_tasks(tasks: Mapping[str, Task], encoder: Encoder, log: ResultLog) 
             started = time.perf_counter()
             try:
                 # Computed before the task reads the data, because the files may change during the evaluation.
-                data = "" if task.path is None else fingerprint(task.path)
+                data = _data_digest(task)
                 scores = task.score(encoder)
                 seconds = time.perf_counter() - started
                 log.add(key, task, data, scores, seconds)

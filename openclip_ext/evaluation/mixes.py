@@ -61,8 +61,15 @@ def mixes(opened: OpenedModel, weights: Sequence[float]) -> Iterator[OpenedModel
         raise UsageError(f"--interpolate: {path.name} is a mix of weights already (α = {chosen:g}). Remove the flag")
     if stored_heads(path) is not None:
         raise UsageError(f"--interpolate: {path.name} has projection heads, which do not mix. Remove the flag")
-    with without_warnings():
-        start = open_model(flags.get("pretrained") or None, flags["model"], heads=False, **options_of_run(str(path)))
+    pretrained = flags.get("pretrained") or None
+    try:
+        with without_warnings():
+            start = open_model(pretrained, flags["model"], heads=False, **options_of_run(str(path)))
+    except ValueError as error:  # paths in the run's flags are relative to the folder in which it was started
+        raise UsageError(
+            f"--interpolate needs the run's initial weights, {pretrained or flags['model']}. If their path is relative, start "
+            f"the command in the folder in which the run was started ({error})"
+        ) from error
     initial = start.model.state_dict()
     trained = {name: value.cpu().clone() for name, value in opened.model.state_dict().items()}
     for weight in weights:

@@ -155,13 +155,14 @@ def own_task(place: str | Path, template: str | None = None, pairs: DataSpec | N
     if (path / "test").is_dir() and (path / "test" / "nshards.txt").is_file():
         return _in_datacomp_layout(path, name)
     if path.is_dir() and not is_saved(str(path)) and not any(path.glob("*.tar*")):
-        return Classification(name=name, path=path, read=partial(read_class_folders, path, template))
+        return Classification(name=name, path=path, template=template, read=partial(read_class_folders, path, template))
     if not path.exists() and not any(mark in str(place) for mark in ("*", "{", "::", "://")):
         raise DataError(f"{path} not found: {FORMATS}")
     spec = DataSpec(str(place)) if pairs is None else pairs
     if (labels := _label_source(spec)) is not None:
         # Training scores the task in each epoch, but reading the labels reads all rows.
-        return Classification(name=name, path=path, read=cache(partial(_read_table, path, labels, template)))
+        read_once = cache(partial(_read_table, path, labels, template))
+        return Classification(name=name, path=path, template=template, read=read_once)
     return retrieval(name, spec)
 
 
@@ -192,13 +193,13 @@ def prompts(folder: Path, template: str | None) -> list[str]:
 def read_class_folders(folder: Path, template: str | None = None) -> Labeled:
     """Return the images of a folder with one folder per class.
 
-    The folders' names are the class names. With ``classnames.txt``, the folders are named as its lines or their numbers (from
-    0), or the lines are in the alphabetical order of the folders.
+    The folders' names are the class names, with spaces for underscores as in training. With ``classnames.txt``, the folders
+    are named as its lines or their numbers (from 0), or the lines are in the alphabetical order of the folders.
     """
     path = folder / CLASSNAMES_FILE
     if not path.is_file():
         samples, names = class_folders(folder)
-        return Labeled(samples, names, prompts(folder, template))
+        return Labeled(samples, [name.replace("_", " ") for name in names], prompts(folder, template))
     lines = read_lines(path, "class names", are_labels=True)
 
     def numbered(names: list[str]) -> Mapping[str, int]:
@@ -215,13 +216,14 @@ def read_class_folders(folder: Path, template: str | None = None) -> Labeled:
 
 
 def _label_source(spec: DataSpec) -> Source | None:
-    """Return a table whose captions are labels. None means that the data are no table, or have captions."""
+    """Return a table whose captions are labels. None means that the data are no table, or have other captions."""
     if spec.resolved_type not in ("csv", "table"):
         return None
-    for column in (spec.csv_caption_key, *LABEL_COLUMNS):
+    of_labels = *LABEL_COLUMNS, *map(str.title, LABEL_COLUMNS)
+    for column in (spec.csv_caption_key, *of_labels):
         with contextlib.suppress(ValueError):
-            source = build_source(replace(spec, csv_caption_key=column))
-            return source if column in LABEL_COLUMNS else None
+            source = build_source(replace(spec, csv_caption_key=column, caption_template="{}"))
+            return source if column in of_labels or source.has_classes else None
     return None  # the loader of pairs explains what is wrong with the table
 
 

@@ -26,9 +26,10 @@ from torch.utils.data import DataLoader
 from openclip_ext.data.processes import begin_worker
 from openclip_ext.data.shards import tar
 from openclip_ext.data.sources.source import Source, reason_of
+from openclip_ext.data.sources.spec import IMAGE_FILE_ENDINGS, images_below
+from openclip_ext.data.sources.spec import class_folders as subfolders
 
 IMAGE_EXTENSIONS = ("webp", "png", "jpg", "jpeg")
-_FILE_EXTENSIONS = (*IMAGE_EXTENSIONS, "bmp", "gif", "tif", "tiff", "ppm", "pgm")  # of class folders
 CLASSNAMES_FILE = "classnames.txt"
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
 INSTANCES_FILE = "instances.jsonl"
@@ -341,15 +342,9 @@ def fingerprint(path: Path) -> str:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Return all image files below a folder, sorted by path, without hidden ones; raise DataError if there are none."""
-    paths = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower()[1:] in _FILE_EXTENSIONS
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
-    if not paths:
-        raise DataError(f"{folder} has no images ({', '.join(_FILE_EXTENSIONS)}).")
+    """Return the image files below a folder, sorted and without hidden ones; raise DataError if there are none."""
+    if not (paths := [Path(path) for path in images_below(str(folder))]):
+        raise DataError(f"{folder} has no images ({', '.join(IMAGE_FILE_ENDINGS)}).")
     return paths
 
 
@@ -376,7 +371,7 @@ def class_folders(
     Files and folders whose names start with a dot are skipped. ``numbered`` returns the labels by name; None (default) means
     the places in alphabetical order. Raise DataError if a folder has no image.
     """
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    names = subfolders(str(folder))
     labels = {name: place for place, name in enumerate(names)} if numbered is None else numbered(names)
     if not names:
         raise DataError(f"{folder}: expected one folder of images for each class, found no folder.")

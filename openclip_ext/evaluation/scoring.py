@@ -81,12 +81,14 @@ class Task(ABC):
         path: Folder or file of the data. None means data without a place of their own.
         main_metric: The metric that stands for the task. None means that the task has no such metric.
         size: The number of samples that the data must have. None means any number.
+        template: Prompt that replaces the data's. None means the data's. A result with another prompt is another result.
     """
 
     name: str
     path: Path | None = None
     main_metric: str | None = None
     size: int | None = None
+    template: str | None = None
 
     @abstractmethod
     def measure(self, encoder: Encoder) -> Scores:

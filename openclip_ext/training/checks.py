@@ -140,6 +140,9 @@ def doubtful_settings(plan: RunPlan) -> Iterator[str]:
         if is_random:
             yield f"{flag} freezes random weights here: add --pretrained"
     evaluation = plan.evaluation
+    for flag, spec in (("--val-data", evaluation.val_data), ("--val-classes", evaluation.class_data)):
+        if spec is not None and plan.data is not None and spec.source == plan.data.source:
+            yield f"{flag} is the training data: its scores do not show what other data would have. Give held-out data"
     for flag, data, every in (
         ("--val-data", evaluation.val_data, "--val-frequency"),
         ("--val-classes", evaluation.class_data, "--val-frequency"),
@@ -202,7 +205,10 @@ def _check_model(config: ModelConfig) -> None:
         return
     known = open_clip.list_models()
     if name not in known:
-        raise UsageError(f"unknown model --model {config.name}{nearest(name, known)}; known: open_clip.list_models()")
+        raise UsageError(
+            f"unknown model --model {config.name}{nearest(name, known)}; known: open_clip.list_models(), or local-dir:FOLDER "
+            "with the open_clip_config.json of your own model"
+        )
     if not tag or os.path.exists(tag) or open_clip.is_pretrained_cfg(name, tag):
         return
     tags = open_clip.list_pretrained_tags_by_model(name)

@@ -11,9 +11,10 @@ from PIL import Image
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.shards import write as shards
-from openclip_ext.data.sources.source import decode_image
+from openclip_ext.data.sources.source import BadSampleError, decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.table import TableSource
+from openclip_ext.evaluation.open_tasks import own_task
 from tests.data.loading import build
 from tests.training.runs import metrics_of, run
 
@@ -49,7 +50,7 @@ def write_json_lines(folder: Path) -> str:
     lines = []
     for number in range(ROWS):
         (folder / f"{number}.png").write_bytes(picture(number))
-        lines.append(json.dumps({"path": f"{number}.png", "text": f"sample {number}"}))
+        lines.append(json.dumps({"path": f"{number}.png", "txt": f"sample {number}"}))
     (folder / "pairs.jsonl").write_text("\n".join(lines))
     return str(folder / "pairs.jsonl")
 
@@ -94,6 +95,34 @@ def test_class_folders_have_captions_of_a_template(tmp_path):
     source = TableSource(spec.source, template="a picture of my {}")
     found = {source.decode(source.read_one(row), decode_image)[1] for row in range(12)}
     assert found == {"a picture of my coffee mug", "a picture of my kettle"}
+
+
+def test_class_folders_have_every_image_below_a_folder_and_name_a_broken_one(tmp_path):
+    folder = Path(write_class_folders(tmp_path))
+    for place in ("kettle/2024/test_1.PNG", "kettle/train_2.png", "größe 2/val.png"):
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).write_bytes(picture(0))
+    (folder / "kettle" / "broken.jpg").write_bytes(picture(0)[:200])
+    for ignored in ("kettle/.hidden.png", "kettle/notes.txt", "readme.txt"):
+        (folder / ignored).write_bytes(picture(0))
+    (folder / "empty").mkdir()
+    source = TableSource(str(folder), template="{}")
+    found, bad = [], []
+    for row in range(source.num_samples):
+        try:
+            found.append(source.decode(source.read_one(row), decode_image)[1])
+        except BadSampleError as error:
+            bad.append(str(error))
+    assert {name: found.count(name) for name in found} == {"coffee mug": 6, "kettle": 8, "größe 2": 1}
+    assert len(bad) == 1 and "broken.jpg" in bad[0]
+
+
+def test_parts_of_a_data_set_are_no_classes(tmp_path):
+    for part in ("train", "Val"):
+        (tmp_path / part / "kettle").mkdir(parents=True)
+    for read in (TableSource, lambda path: own_task(path).read()):
+        with pytest.raises(ValueError, match="give one of them"):
+            read(str(tmp_path))
 
 
 @pytest.mark.parametrize(

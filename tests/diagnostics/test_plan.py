@@ -233,7 +233,7 @@ def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--model ViT-B-17", "unknown model --model ViT-B-17"),
+        ("--model ViT-B-17", "local-dir:FOLDER"),
         ("--loss neuclip --gamma 0.5", "--gamma: not used by the loss 'neuclip"),
         ("--world-size 48", "a multiple of the number of processes, 48"),
         ("--samples 100", "too few samples"),

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.evaluation.training_log import read_log
 from openclip_ext.training.flags import parse
 from openclip_ext.training.interpolation import ALPHAS, choose
+from openclip_ext.training.main import main
 from openclip_ext.training.plan import resolve
 from tests.data.test_reference import write_store
+from tests.evaluation.datasets import write_class_folders
 from tests.training import runs
 from tests.training.commands import plan_of
 from tests.training.runs import SMALL_MODEL, evaluation, results_of, run, small_command, stock_model
@@ -102,6 +105,33 @@ def test_evaluate_gives_the_curve_of_the_mixes_and_names_the_chosen_one(whole, s
     assert chosen in capsys.readouterr().out
     assert datacomp.main([chosen, *arguments, "--interpolate", "0.5"]) == 2
     assert "--interpolate" in caplog.text
+
+
+def test_the_curve_has_the_accuracy_of_each_mix(whole, tmp_path, capsys):
+    write_class_folders(tmp_path / "photos", 60, lambda digit: f"digit {digit % 10}")
+    found = {}
+    for weights in ("0,1", "1"):
+        arguments = ["--device", "cpu", "--tasks", str(tmp_path / "photos"), "--interpolate", weights]
+        assert datacomp.main([str(whole), *arguments, "--output-dir", str(tmp_path / weights)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found[weights] = dict(line.split(maxsplit=1) for line in lines if line.startswith(("0 ", "1 ")))
+    assert found["0,1"]["1"] == found["1"]["1"] != found["0,1"]["0"]
+
+
+def test_initial_weights_that_are_not_found_are_explained(start, whole, shards, tmp_path, caplog):
+    moved = shutil.copytree(whole, tmp_path / "run")
+    path = moved / "config.json"
+    path.write_text(path.read_text().replace(str(start), "start.pt"))  # relative to another folder
+    assert datacomp.main([str(moved), "--val-data", shards, "--device", "cpu", "--interpolate", "0.5"]) == 2
+    assert "--interpolate" in caplog.text and "start.pt" in caplog.text and "relative" in caplog.text
+
+
+@pytest.mark.parametrize("more", [["--batch-size", "8"], ["--keep-share", "0.5"]])
+def test_a_run_with_general_pairs_keeps_its_batch(more, whole, flags, shards, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    command = small_command(shards, tmp_path, "run", "queueclip", *flags, "--resume", "latest", "--epochs", "3", *more)
+    with pytest.raises(ValueError, match="--keep-share"):
+        main(command)
 
 
 def test_a_stopped_run_is_the_same(flags, shards, tmp_path):
@@ -230,7 +260,7 @@ def test_own_classes_have_the_accuracy_of_stock_openclip(start, shards, tmp_path
 
 
 def test_tools_that_need_all_training_data_refuse_the_run(whole):
-    with pytest.raises(UsageError, match="--keep-data"):
+    with pytest.raises(UsageError, match=r"--keep-data.*--pretrained"):
         load_run(whole)
 
 

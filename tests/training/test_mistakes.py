@@ -22,7 +22,7 @@ from tests.training.test_models import CAPTIONER, TIMM, model_folder
 
 WORKS = "--model demo-vit --precision fp32 --device cpu --logs none --dataset-type synthetic --train-num-samples 64"
 
-TRAINS = "--model demo-vit --precision fp32 --device cpu --name run --train-data x.tar --val-data x.tar --batch-size 8"
+TRAINS = "--model demo-vit --precision fp32 --device cpu --name run --train-data x.tar --val-data y.tar --batch-size 8"
 
 # Files of the folder in which the program starts.
 FILES = {
@@ -140,6 +140,7 @@ MISTAKES = [
     ("--loss unitclip", "--loss unitclip:METHOD"),
     ("--loss unitclip.py", "--loss unitclip:METHOD"),
     ("--pretrained run", "--pretrained run/checkpoints/epoch_2.pt"),
+    ("--train-data photo --dataset-type auto", "photo is not a local file or folder"),
     ("--train-data two.csv --dataset-type auto", "--csv-separator ,"),
     ("--train-data x.csv --dataset-type auto --val-data two.csv", "--csv-separator ,"),
     ("--train-data urls.csv --dataset-type auto", "img2dataset"),
@@ -163,6 +164,7 @@ DOUBTFUL = [
     ("--zeroshot-frequency 0", ""),
     ("--zeroshot-frequency 0 --imagenet-v2 tests", "--zeroshot-frequency is 0"),
     ("--precision pure_bf16 --lr 1e-6", "amp_bf16"),
+    ("--val-data x.tar", "--val-data is the training data"),
     ("--precision bf16 --lr 1e-4", "amp_bf16"),
     ("--precision pure_bf16 --lr 5e-4", ""),
     ("--precision pure_bf16 --lr 1e-6 --lr-text 1e-3", ""),

@@ -133,8 +133,15 @@ class RehearsalLoader:
             raise ValueError(
                 "the checkpoint was made without --keep-data: remove it, or start a run with another --name"
             )
-        self._own.load_state_dict(state_dict["own"])
-        self._keep.load_state_dict(state_dict["keep"])
+        try:
+            self._own.load_state_dict(state_dict["own"])
+            self._keep.load_state_dict(state_dict["keep"])
+        except ValueError as error:
+            # The error has the batch size of a part. Between two epochs of the training data, the general pairs are mid-epoch.
+            raise ValueError(
+                "with --keep-data, a run resumes only with the checkpoint's data, --seed, global batch and --keep-share. Use "
+                "these, or give --pretrained CHECKPOINT and another --name"
+            ) from error
         self._keep_epoch, self._kept_batches = state_dict["keep_epoch"], None
 
     def iterate(self, epoch: int, interruptible: Interruptible = nullcontext) -> Iterator[dict[str, Tensor]]:

@@ -329,7 +329,7 @@ def _check_arguments(
         raise ValueError(
             f"too few samples: the epoch has {lanes.epoch_samples:,}, but one global batch is batch size "
             f"{config.batch_size} x {world_size} ranks x {config.accum_freq} accumulated = "
-            f"{lanes.global_batch:,}. Lower the batch size or use fewer ranks"
+            f"{lanes.global_batch:,}. Lower --batch-size or use fewer ranks"
         )
     if config.draw_captions and not source.several_captions:
         raise ValueError(

@@ -10,7 +10,7 @@ DEFAULT_CAPTION_KEY = "txt"
 DATA_FORMATS = "expected shards, such as 'FOLDER/*.tar', or a CSV, Parquet or JSON-lines file of images and captions"
 # Names of columns that are accepted, in lower case, if the user named no column and the table has exactly one of them.
 IMAGE_COLUMNS = frozenset({"filepath", "path", "image", "img", "image_path", "file_name", "filename"})
-CAPTION_COLUMNS = frozenset({"title", "caption", "captions", "text"})
+CAPTION_COLUMNS = frozenset({"title", "caption", "captions", "text", "txt"})
 # Used as image key and caption key of a manifest that only defines indices.
 ANY_FIELD = "*"
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")

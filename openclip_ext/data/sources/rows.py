@@ -48,6 +48,8 @@ class RowSource(Source):
         try:
             with open_local(located(image, self.path)) as file:
                 return decoder(file), caption
+        except BadSampleError as error:
+            raise BadSampleError(f"{image}: {error}") from error
         except OSError as error:
             raise BadSampleError(f"row {raw.index}: {image} cannot be read: {error.strerror or error}") from error
 

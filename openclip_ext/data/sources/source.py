@@ -62,6 +62,7 @@ class Source(ABC):
         sequential: Whether samples should be read in ascending order and shuffled in memory, as from tars.
         several_captions: Whether a sample may have several captions.
         has_hard_negatives: Whether each sample has captions that do not fit its image, see :meth:`hard_negative`.
+        has_classes: Whether the captions are made of a table's numbered classes.
         reference: Embeddings of the samples from a reference model, which are added to the batches. None means no embeddings.
         image_features: Embeddings of the samples, whose images are in the batches instead of pixels. None means pixels.
         max_pixels: Samples whose image has more pixels are bad. None means Pillow's limit.
@@ -70,6 +71,7 @@ class Source(ABC):
     sequential = False
     several_captions = False
     has_hard_negatives = False
+    has_classes = False
     reference: EmbeddingStore | None = None
     image_features: EmbeddingStore | None = None
     max_pixels: int | None = None

@@ -1,7 +1,7 @@
 """The specification of a data set, for training, validation and the tools that inspect a run."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,9 @@ from openclip_ext.data.storage import Storage
 
 # The loaders of the library ``datasets``, by the ending of the file.
 TABLE_LOADERS = {"parquet": "parquet", "jsonl": "json", "json": "json"}
+# Of the images in class folders.
+IMAGE_FILE_ENDINGS = (".webp", ".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_PARTS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,8 @@ class DataSpec:
         if ".tar" in text or text.endswith(".tgz"):
             return "webdataset"
         what = " is a folder without class folders" if os.path.isdir(text) else ""
+        if not os.path.exists(text):
+            what = " is not a local file or folder"
         raise ValueError(
             f"{text}{what}: {DATA_FORMATS} (--dataset-type csv if it has another ending). Names of data sets on a hub are "
             "not read"
@@ -145,7 +150,8 @@ class DataSpec:
 def is_table(path: str) -> bool:
     """Return whether a path is a table: a Parquet or JSON-lines file, or a folder that is no folder of shards."""
     if os.path.isdir(path):
-        return is_saved(path) or bool(class_folders(path))
+        is_of_shards = any(".tar" in name for name in os.listdir(path))
+        return is_saved(path) or (not is_of_shards and bool(class_folders(path)))
     return path.rpartition(".")[2] in TABLE_LOADERS
 
 
@@ -155,9 +161,23 @@ def is_saved(folder: str) -> bool:
 
 
 def class_folders(folder: str) -> list[str]:
-    """Return the names of the subfolders, unless the folder contains tar files."""
+    """Return the names of the subfolders in alphabetical order, without hidden ones.
+
+    Raises:
+        ValueError: The subfolders are parts of a data set (``train``, ``val``) and not classes.
+    """
     with os.scandir(folder) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    if any(".tar" in entry.name for entry in found):
-        return []
-    return [entry.name for entry in found if entry.is_dir() and not entry.name.startswith(".")]
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    if names and {name.lower() for name in names} <= _PARTS:
+        parts = ", ".join(os.path.join(folder, name) for name in names)
+        raise ValueError(f"{folder} has parts of a data set, and not classes: give one of them, {parts}")
+    return names
+
+
+def images_below(folder: str) -> Iterator[str]:
+    """Yield the paths of the images at any depth below a folder, sorted and without hidden ones."""
+    for place, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            if not name.startswith(".") and name.lower().endswith(IMAGE_FILE_ENDINGS):
+                yield os.path.join(place, name)

@@ -12,7 +12,7 @@ from typing import Any
 from openclip_ext.cli.options import nearest
 from openclip_ext.data.sources.keys import CAPTION_COLUMNS, DATA_FORMATS, IMAGE_COLUMNS
 from openclip_ext.data.sources.rows import RowSource
-from openclip_ext.data.sources.spec import TABLE_LOADERS, is_saved
+from openclip_ext.data.sources.spec import TABLE_LOADERS, class_folders, images_below, is_saved
 
 
 class TableSource(RowSource):
@@ -59,6 +59,7 @@ class TableSource(RowSource):
             for name in self._texts
             if isinstance(table.features[name], ClassLabel)
         }
+        self.has_classes = bool(self._classes)
         table = table.select_columns(list(dict.fromkeys([self._image, *self._texts, *self._hard])))
         if isinstance(table.features[self._image], Image):
             table = table.cast_column(self._image, Image(decode=False))
@@ -101,7 +102,7 @@ def _load(path: str) -> Any:
         if os.path.isdir(path) and is_saved(path):
             table = datasets.load_from_disk(path)
         elif os.path.isdir(path):
-            return datasets.load_dataset("imagefolder", data_dir=path, split="train")
+            return _load_class_folders(path)
         else:
             return datasets.load_dataset(TABLE_LOADERS[ending], data_files=path, split="train")
     except Exception as error:  # the library and pyarrow raise many types of errors
@@ -112,6 +113,22 @@ def _load(path: str) -> Any:
         parts = ", ".join(str(Path(path) / name) for name in table)
         raise ValueError(f"{path} contains several data sets: give one of them, {parts}")
     return table
+
+
+def _load_class_folders(path: str) -> Any:
+    """Return the images and classes of a folder with a subfolder for each class.
+
+    The loader ``imagefolder`` has no classes if the images have different depths, and omits files such as ``test_1.jpg``.
+    """
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    listed = ((name, list(images_below(os.path.join(path, name)))) for name in class_folders(path))
+    images = {name: files for name, files in listed if files}
+    columns = {
+        "image": [file for files in images.values() for file in files],
+        "label": [number for number, files in enumerate(images.values()) for _ in files],
+    }
+    return Dataset.from_dict(columns, Features(image=Image(decode=False), label=ClassLabel(names=list(images))))
 
 
 def _columns(

@@ -170,8 +170,9 @@ class Reporter:
         self._reports_at_chance = self._reports_at_chance + 1 if is_at_chance else 0
         if self._reports_at_chance == _CHANCE_REPORTS:
             logger.warning(
-                f"InfoNCE at chance ({chance:.4f}) or above for {_CHANCE_REPORTS} logged steps after the warm-up: the "
-                "embeddings collapsed or never started to learn. Try a smaller --lr or a longer --warmup"
+                f"InfoNCE at chance ({chance:.4f}) or above for {_CHANCE_REPORTS} logged steps after the warm-up. "
+                "If it falls, train more steps. If not, the embeddings collapsed or do not learn: try a smaller --lr or a "
+                "longer --warmup"
             )
 
     def epoch_end(self, position: dict[str, int], bad_samples: int) -> None:
