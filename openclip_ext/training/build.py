@@ -115,7 +115,7 @@ def build(
     steps_left = steps_per_epoch * (plan.length.epochs - position.epoch) - min(position.step_in_epoch, steps_per_epoch)
     if distributed.is_rank0():
         _log_settings(plan, options, start, identity, steps_left, device, reference.warning if reference else None)
-        _log_sizes(plan, identity, built.model, loss, steps_per_epoch)
+        _log_sizes(plan, identity, built.model, loss, steps_per_epoch, source.num_samples)
     if folder is not None:
         if reference is not None:
             flags |= {"reference": str(reference.folder)}  # programs that read the run do not know ``start``
@@ -225,14 +225,17 @@ def _log_settings(
         logger.warning(warning)
 
 
-def _log_sizes(plan: RunPlan, identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, steps: int) -> None:
+def _log_sizes(
+    plan: RunPlan, identity: RunIdentity, model: nn.Module, loss: ContrastiveLoss, steps: int, own: int
+) -> None:
     batch, epochs = identity.global_batch, plan.length.epochs
     parameters = sum(parameter.numel() for parameter in model.parameters())
     state = sum(loss.state_size()) / 2**20
     similarities = chunk_bytes(loss.views * (batch // plan.world_size), loss.views * batch) / 2**20
     logger.debug(f"Model:\n{model}")
     logger.info(f"Model {identity.model}: {parameters / 1e6:.1f} M parameters")
-    logger.info(f"Data: {identity.num_samples} samples, {steps} steps of {batch} per epoch, {epochs} epochs")
+    general = f" and {identity.num_samples - own} general pairs" if identity.num_samples > own else ""
+    logger.info(f"Data: {own} samples{general}, {steps} steps of {batch} per epoch, {epochs} epochs")
     logger.info(f"Loss {identity.loss}: state {state:.1f} MiB per rank, similarities {similarities:.1f} MiB per step")
 
 

@@ -286,10 +286,11 @@ def test_the_configuration_has_the_loss_of_the_start(argv, loss):
 
 def test_the_configuration_follows_the_number_of_pairs_and_the_users_flags_win():
     config = parse([*finetune("--train-data", "x.tar", "--lr", "3e-5", "--wd", "0")])
-    sizes = [1000, 3000, 3001, 10**5, 10**7]
+    sizes = [37, 1000, 3000, 3001, 10**5, 10**7]
     sized = [resolve(config, pairs=pairs) for pairs in sizes]
-    epochs = [one.length.epochs for one in sized]
-    assert epochs == sorted(epochs, reverse=True) and epochs[0] == epochs[1] > epochs[2] > epochs[-1]
+    epochs, batches = [one.length.epochs for one in sized], [one.loading.batch_size for one in sized]
+    assert epochs == sorted(epochs, reverse=True) and epochs[0] == epochs[2] > epochs[3] > epochs[-1]
+    assert batches == sorted(batches) and batches[0] < sizes[0]
     assert {one.optimizer.lr for one in sized} == {3e-5} and {one.optimizer.weight_decay for one in sized} == {0}
 
 
