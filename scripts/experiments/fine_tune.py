@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -72,6 +72,8 @@ REST = {
     # A ResNet has no layers for adapters.
     "openclip, adapters of the text tower": "--loss openclip --lora-rank 8 --lora-targets text",
 }
+# Where the start has a small temperature, as released models have: is it better to keep it?
+TEMPERATURES = FIRST | {"queueclip, constant temperature": "--loss queueclip --temperature-scheme constant"}
 _FLAGS = "--warmup 0.1 --wd 0.1 --precision fp32 --device cpu --workers 0 --save-frequency 0 --no-before-after"
 _CPU = torch.device("cpu")
 # Shares of the start's kept score at which methods are compared.
@@ -103,23 +105,37 @@ def make_own(package: Path, output: Path) -> None:
         write_dataset(folder, {split: pairs_of(split) for split in OWN_PAIRS}, concepts, recipe)
 
 
-def runs_of(methods: Mapping[str, str], about: Mapping[str, Any], share: float = 0.0) -> dict[str, list[Run]]:
+@dataclass(frozen=True)
+class Methods:
+    """The flags of the methods to compare, by name: the ``first`` also with rehearsal. Each runs at the learning ``rates``."""
+
+    first: Mapping[str, str]
+    rest: Mapping[str, str]
+    rates: Sequence[float]
+
+
+ALL = Methods(FIRST, REST, RATES)
+
+
+def runs_of(
+    methods: Mapping[str, str], about: Mapping[str, Any], rates: Sequence[float], share: float = 0.0
+) -> dict[str, list[Run]]:
     """Return a run for each learning rate of each method, with rehearsal if ``share`` is not 0."""
     return {
         name + (", rehearsal" if share else ""): [
             Run(**about, lr=lr, seed=SEEDS[0], family=name, setting={"flags": given, "keep_share": share})
-            for lr in RATES
+            for lr in rates
         ]
         for name, given in methods.items()
     }
 
 
-def contests(about: Mapping[str, Any], results: Results) -> Iterator[Contest]:
+def contests(about: Mapping[str, Any], results: Results, methods: Methods = ALL) -> Iterator[Contest]:
     """Yield comparisons in the order in which they run. A later one may depend on the results of the earlier ones."""
-    first = runs_of(FIRST, about)
+    first = runs_of(methods.first, about, methods.rates)
     tuned = Contest(first, SEEDS[:1])
     yield tuned
-    rehearsed = runs_of(FIRST, about, REHEARSED_SHARE)
+    rehearsed = runs_of(methods.first, about, methods.rates, REHEARSED_SHARE)
     at_best = {
         f"{name}, rehearsal": [replace(run, setting=run.setting | {"keep_share": REHEARSED_SHARE})]
         for name in first
@@ -128,12 +144,12 @@ def contests(about: Mapping[str, Any], results: Results) -> Iterator[Contest]:
     yield Contest(at_best, SEEDS[:1])
     yield Contest(first | at_best, SEEDS)
     yield Contest(first | rehearsed, SEEDS)
-    yield Contest(first | rehearsed | runs_of(REST, about), SEEDS)
+    yield Contest(first | rehearsed | runs_of(methods.rest, about, methods.rates), SEEDS)
 
 
-def next_run(about: Mapping[str, Any], results: Results) -> Run | None:
+def next_run(about: Mapping[str, Any], results: Results, methods: Methods = ALL) -> Run | None:
     """Return the next run of the experiment, or None after the last one."""
-    return next((run for contest in contests(about, results) for run in contest.pending(results)), None)
+    return next((run for contest in contests(about, results, methods) for run in contest.pending(results)), None)
 
 
 def own_at(curves: Curves, share: float) -> float:
@@ -213,12 +229,12 @@ def train(run: Run, data: Data, start: Path, folder: Path, commit: str) -> dict[
     return {"id": run.id, **asdict(run), **scores, **about}
 
 
-def run_all(about: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
+def run_all(about: Mapping[str, Any], args: argparse.Namespace, methods: Methods) -> list[str]:
     """Execute all runs, or the first ``args.most``; return the errors of failed runs."""
     commit = args.commit or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
     results = Trials(args.results)
     data = None
-    while (run := next_run(about, results.known)) is not None and len(results.done) < args.most:
+    while (run := next_run(about, results.known, methods)) is not None and len(results.done) < args.most:
         data = data or Data(args.own, args.kept)
         print(
             f"{len(results.done)} rows. Next: {run.family}, {run.setting}, lr {run.lr:g}, seed {run.seed}", flush=True
@@ -232,9 +248,11 @@ def run_all(about: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
     return [row["failed"] for row in results.failed.values()]
 
 
-def best_rows(about: Mapping[str, Any], results: Results) -> Iterator[tuple[str, int, dict[int, Mapping[str, Any]]]]:
+def best_rows(
+    about: Mapping[str, Any], results: Results, methods: Methods = ALL
+) -> Iterator[tuple[str, int, dict[int, Mapping[str, Any]]]]:
     """Yield each method with its number of rates, and the rows of its best rate by seed."""
-    *_, contest = contests(about, results)
+    *_, contest = contests(about, results, methods)
     for name, runs in contest.families.items():
         tried = [run for run in runs if run.id in results]
         if tried:
@@ -243,12 +261,12 @@ def best_rows(about: Mapping[str, Any], results: Results) -> Iterator[tuple[str,
             yield name, len(tried), {seed: results[one] for seed, one in ids.items() if one in results}
 
 
-def table(about: Mapping[str, Any], results: Results) -> str:
+def table(about: Mapping[str, Any], results: Results, methods: Methods = ALL) -> str:
     """Return the own test scores of each method, and the paired differences from the first method."""
     heads = [f"own at {share:.0%} kept" for share in KEPT_SHARES]
     cells = [["method", "rates", "lr", "seeds", *heads, "own, unconstrained"]]
     base: dict[int, list[float]] = {}
-    for name, rates, rows in best_rows(about, results):
+    for name, rates, rows in best_rows(about, results, methods):
         found = {seed: columns(row, "test") for seed, row in rows.items()}
         base = base or found
         line = [name, str(rates), f"{next(iter(rows.values()))['lr']:g}", str(len(found))]
@@ -291,6 +309,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--runs", type=output_path, default=Path("runs"), help="folder of unfinished runs")
     parser.add_argument("--commit", help="commit of the code, if the folder is no repository")
     parser.add_argument("--most", type=int, default=sys.maxsize, help="stop when the file has so many rows")
+    help = "compare the temperatures of queueclip instead of the methods, at the three smaller rates"
+    parser.add_argument("--temperatures", action="store_true", help=help)
     parser.add_argument("--table", action="store_true", help="print the table of the finished runs, and stop")
     parser.add_argument("--figure", type=output_path, help="with --table: PNG file of own against kept scores")
     args = parser.parse_args(argv)
@@ -305,13 +325,14 @@ def main(argv: list[str]) -> None:
     digests = [data_digest(args.own), data_digest(args.kept), hashlib.sha256(args.start.read_bytes()).hexdigest()[:12]]
     about = {"data": ", ".join(digests), "model": MODEL, "schedule": f"{EPOCHS} epochs"}
     about |= {"batch_size": BATCH_SIZE, "epochs": EPOCHS}
+    methods = Methods(TEMPERATURES, {}, RATES[:3]) if args.temperatures else ALL
     if args.table:
-        print(table(about, read_results(args.results)))
+        print(table(about, read_results(args.results), methods))
         if args.figure:
             draw(about, read_results(args.results), args.figure)
         return
     with file_lock(args.results.parent, f".{args.results.name}.lock"):
-        failures = run_all(about, args)
+        failures = run_all(about, args, methods)
     if failures:
         sys.exit(f"{len(failures)} runs failed. Repeat the command to run them again")
 
