@@ -188,4 +188,6 @@ def _shards_of(pipeline: Any) -> list[str]:
 
 def _refuse_taken(names: Iterable[str]) -> None:
     if INDEX in names:
-        raise ValueError(f"the samples already have {INDEX!r}: rename it, or use it directly if it is dense from 0")
+        raise ValueError(
+            f"the samples already have {INDEX!r}: rename it, or omit with_index if it numbers the samples from 0"
+        )
