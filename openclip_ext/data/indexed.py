@@ -86,7 +86,7 @@ def with_index(
 
 
 def _has_own_order(dataset: Any) -> bool:
-    """Return whether ``__iter__`` may set another order than the positions, as in mosaicml's StreamingDataset.
+    """Return whether ``__iter__`` may set a different order than the positions, as in mosaicml's StreamingDataset.
 
     DataLoader ignores ``__iter__`` of PyTorch's map-style sets.
     """

@@ -112,7 +112,7 @@ class NormalizerPart(Part):
 
     Attributes:
         objective: The objective of losses that declare none, as in ``module``.
-        lr_tau: Default of the option ``lr_tau`` with this normalizer, if the temperature scheme has no other default.
+        lr_tau: Default of the option ``lr_tau`` with this normalizer, if the temperature scheme declares none.
     """
 
     kind = "normalizer"
@@ -162,7 +162,7 @@ class EqualCaptions(HasOptions):
 
 @dataclass(frozen=True)
 class Eps(HasOptions):
-    """The constant ε."""
+    """The option ``eps``: the constant ε inside the logarithm of the objective."""
 
     eps: float = option(
         1e-14,
