@@ -80,7 +80,7 @@ def check(plan: RunPlan) -> None:
     if "wandb" in plan.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb: pip install wandb")
     if plan.model.lora.rank is not None and importlib.util.find_spec("peft") is None:
-        raise UsageError("--lora-rank needs the package peft: pip install 'openclip_ext[lora]'")
+        raise UsageError("--lora-rank needs the package peft: pip install 'peft>=0.21'")
 
 
 def _check_embeddings(plan: RunPlan, data: DataSpec) -> None:
