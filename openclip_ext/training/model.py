@@ -193,7 +193,7 @@ def build_loss(
     loss.given = frozenset(config.given)
     if compat.is_captioner(model) and not loss.trains_captions:
         raise UsageError(
-            f"--loss {config.name} with these options would not train the captions of {model_name}: use --loss openclip "
+            f"--loss {config.name} would not train the captions of {model_name}: use --loss openclip "
             "without --normalizer and --temperature-scheme"
         )
     _check_head(config.name, loss.model_head())

@@ -142,7 +142,8 @@ class Manifest:
             raise ManifestError(
                 f"the number of samples is unknown for {len(unknown)} of {len(urls)} shards, such as {unknown[0]!r}: no "
                 "sizes.json or *_stats.json (of img2dataset) is next to it. Count the samples once with openclip-ext "
-                "manifest SHARDS --output manifest.json, then train with --manifest manifest.json"
+                "manifest SHARDS --output manifest.json (--sizes FILE has known counts), then "
+                "train with --manifest manifest.json"
             )
         scanned = [found[url] for url in urls]
         _refuse_unusable(scanned, image_key, caption_key, storage)
