@@ -119,7 +119,7 @@ def distill(
 
 
 def report(batch: LocalBatch, width: int) -> dict[str, float]:
-    """Return metrics of this process's samples: how often the reference is better than the model, and its InfoNCE.
+    """Return two metrics of this process's samples: how often the reference beats the model, and the reference's InfoNCE.
 
     The first metric is the fraction of negatives with ``ŝ_ij − ŝ_ii < s_ij − s_ii``. InfoNCE uses the model's temperature.
     Synchronizes with the device.

@@ -36,7 +36,7 @@ class TextEncoder:
         return _encode_prefix(self.model, self._tower[0], tokens[:, :length])
 
     def lengths(self, tokens: Tensor) -> Tensor:
-        """Return the number of tokens in each text without padding: ``(B, context_length)`` int64 -> ``(B,)`` int64."""
+        """Return the number of tokens ``(B,)`` int64 of padded texts ``(B, context_length)`` int64, without the padding."""
         if self._tower is None:
             return torch.full((len(tokens),), tokens.shape[1], device=tokens.device)
         return text_lengths(tokens)
