@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
 
 
 def open_trials(config: CompareConfig, training: RunPlan) -> Trials:
-    """Return the trials in the output folder. Raise ValueError if they have other flags."""
+    """Return the trials in the output folder. Raise ValueError if their flags differ."""
     trials = Trials(config.folder / "trials.jsonl")
     if trials.study is not None and trials.study["flags"] != digest_of_flags(config, training):
         raise ValueError(_OTHER.format(config.output, "flags, versions or pretrained weights"))

@@ -99,7 +99,9 @@ _FINE_TUNING_LR = "1e-5"
 def _training_config(shards: str, argv: Sequence[str]) -> RunPlan:
     """Return the configuration of the training runs; raise UsageError for flags that compare does not accept."""
     if chosen([*argv], "--recipe") is not None:
-        raise UsageError("--recipe is for one loss and a paper's run length, but compare tunes each loss; remove it")
+        raise UsageError(
+            "--recipe is for one loss and a paper's run length, but compare tunes each loss; remove the flag"
+        )
     if chosen([*argv], "--pretrained") is not None and chosen([*argv], "--lr") is None:
         argv = ["--lr", _FINE_TUNING_LR, *argv]
     typed, defaults = (flags.parse(["--train-data", shards, *given]) for given in (argv, ()))
@@ -135,7 +137,7 @@ def _check(losses: Sequence[str], options: Mapping[str, Any]) -> None:
         refusals += refused
         if registry.check_options(name, **settings[0]).views > 1:
             raise UsageError(
-                f"--losses: {name} compares two views of an image, which retrieval cannot score; remove it"
+                f"--losses: {name} compares two views of an image, which retrieval cannot score; remove {name}"
             )
     unused = [OPTIONS[name].flag for name in options if name not in used]
     if unused:

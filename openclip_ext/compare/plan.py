@@ -30,7 +30,7 @@ _TRIED = ((9, math.inf), (4, 1000), (3, 600), (FINALISTS, _LEAST_STEPS))
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs while all processes are busy: training seconds per sample of each loss, and other seconds per run."""
+    """Costs while all processes are busy: training seconds per sample of each loss, and fixed seconds per run."""
 
     per_sample: Mapping[str, float]
     per_run: float

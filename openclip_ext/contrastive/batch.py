@@ -161,7 +161,7 @@ class GatheredBatch:
 
     @_computed_once
     def others(self) -> Tensor:
-        """``(2, B, d)``, the features of each anchor's positive: texts, images."""
+        """``(2, B, d)``, the features of each anchor's positive: the texts, then the images."""
         return self.features.flip(0)
 
     @_computed_once

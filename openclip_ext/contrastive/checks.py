@@ -52,7 +52,7 @@ def check_logit_scale(logit_scale: Tensor | float | None, like: Tensor) -> Tenso
 
 
 def check_index(index: Tensor | None, features: Tensor) -> Tensor:
-    """Return the index ``(B_local,)`` int64 on the features' device. Raise ValueError for other shapes or non-integers."""
+    """Return the index ``(B_local,)`` int64 on the features' device. Raise ValueError for wrong shapes or dtypes."""
     if index is None:
         raise ValueError(
             "index: missing. A loss with per-sample state needs index=, an int64 tensor (batch,) of positions in the data set"

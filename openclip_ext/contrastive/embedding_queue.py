@@ -54,7 +54,7 @@ class EmbeddingQueue(nn.Module):
         self.filled.add_(added).clamp_(max=self.capacity)
 
     def excluded(self, batch: GatheredBatch, leave_own_out: bool) -> Callable[[slice], Tensor] | None:
-        """Return which rows each anchor excludes after :meth:`push`. Call this method before it.
+        """Return which rows each anchor excludes after :meth:`push`. Call this method before ``push``.
 
         The result is None, or a function of a slice of ``b`` anchors that returns ``(b, capacity)`` bool. An anchor excludes
         other samples that share one of its labels, and with ``leave_own_out`` also its own row.

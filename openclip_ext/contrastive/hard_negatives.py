@@ -31,7 +31,7 @@ class HardNegatives:
 
     Attributes:
         captions: The batch at its temperatures, without hard negatives.
-        joined: The same, with the hard negatives among the negatives of the images.
+        joined: This batch, with the hard negatives among the negatives of the images.
     """
 
     def __init__(self, captions: ContrastStats) -> None:
@@ -50,7 +50,7 @@ class HardNegatives:
         )
 
     def join(self, estimate: Estimate, estimand: Estimand) -> Estimate:
-        """Return ``α'`` for an estimate ``α`` without hard negatives. The gradient is only of the captions' part."""
+        """Add the hard negatives to an estimate ``α``: return ``α'``. Only the captions' part has a gradient."""
         before, after = self.captions.batch, self.joined.batch
         if estimand.includes_positive:
             log_part = before.log_pairs - after.log_pairs

@@ -59,7 +59,7 @@ def shifted_exp_(exponents: Tensor, dim: int) -> Tensor:
 
 
 def softmax_terms(exponents: Tensor, dim: int, has_masked: bool = True) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the softmax along ``dim`` as ``terms`` and ``scale``, whose product it is, and the log of the sum of ``exp``.
+    """Return the softmax along ``dim`` as two factors, ``terms`` and ``scale``, and the log of the sum of ``exp``.
 
     ``exponents`` may be overwritten. ``scale`` and the log have no dimension ``dim``. On a GPU, ``scale`` is None, which means
     1: torch's softmax launches fewer kernels. On a CPU, a multiplication of all terms would be one more pass over the memory.

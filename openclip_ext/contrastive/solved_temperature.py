@@ -133,7 +133,7 @@ class SolvedTemperature(TemperatureScheme):
         parameter.copy_(torch.where(self.log_tau.isnan(), parameter, -self.log_tau))
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return ρ and, if the last step moved ``log τ``, the divergence before that. Synchronizes with the device."""
+        """Return ρ and, if the last step moved ``log τ``, the divergence before the move. Synchronizes with the device."""
         found = {"rho": self.target}
         if self._last_move is not None:
             moves, divergence, log_tau = self._last_move

@@ -28,10 +28,10 @@ _SMALLEST_NORM = 1e-12
 
 
 def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
-    """Return the batch with two blocks of features: ``[ê1; e1]`` and ``[−ê2; e2]``.
+    """Return the batch with the reference's features before the model's: ``[ê1; e1]`` and ``[−ê2; e2]``.
 
     ``reference`` contains the reference's image and text embeddings ``(B_local, width)``. A row of zeros means that the
-    reference could not read the sample. Such a sample is masked. Raise ValueError for other shapes.
+    reference could not read the sample. Such a sample is masked. Raise ValueError for wrong shapes.
     """
     expected = (len(batch.image), width)
     if reference is None or [tuple(side.shape) for side in reference] != [expected, expected]:
@@ -69,7 +69,7 @@ def normalize_blocks(rows: Tensor, columns: Sequence[slice]) -> Tensor:
 def distill(
     batch: GatheredBatch, features: Tensor, reference: Tensor, tau: Tensor, reference_tau: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` with its gradients, without an autograd graph.
+    """Return the distillation term ``½·[CE(softmax(ŝ/τ̂), softmax(s/τ)) + its transpose]`` and its gradients.
 
     ``features`` ``(2, B, d)`` and ``reference`` ``(2, B, d̂)`` are the embeddings of the model and the reference.
     ``tau`` ``(2, B)`` are the temperatures of the anchors, and ``reference_tau`` is ``τ̂``.
@@ -119,7 +119,7 @@ def distill(
 
 
 def report(batch: LocalBatch, width: int) -> dict[str, float]:
-    """Return two metrics of this process's samples: how often the reference is better, and the reference's InfoNCE.
+    """Return two metrics of this process's samples: how often the reference beats the model, and the reference's InfoNCE.
 
     The first metric is the fraction of negatives with ``ŝ_ij − ŝ_ii < s_ij − s_ii``. InfoNCE uses the model's temperature.
     Synchronizes with the device.

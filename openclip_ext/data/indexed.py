@@ -86,7 +86,7 @@ def with_index(
 
 
 def _has_own_order(dataset: Any) -> bool:
-    """Return whether ``__iter__`` may set another order than the positions, as in mosaicml's StreamingDataset.
+    """Return whether ``__iter__`` may set a different order than the positions, as in mosaicml's StreamingDataset.
 
     DataLoader ignores ``__iter__`` of PyTorch's map-style sets.
     """
@@ -188,4 +188,6 @@ def _shards_of(pipeline: Any) -> list[str]:
 
 def _refuse_taken(names: Iterable[str]) -> None:
     if INDEX in names:
-        raise ValueError(f"the samples already have {INDEX!r}: rename it, or use it directly if it is dense from 0")
+        raise ValueError(
+            f"the samples already have {INDEX!r}: rename it, or omit with_index if it numbers the samples from 0"
+        )

@@ -38,7 +38,7 @@ def check_main_program(workers: int) -> None:
 
 
 def _do_nothing() -> None:
-    """Return, in a new process."""
+    """Do nothing, in a new process."""
 
 
 def begin_worker(worker: int = 0) -> None:

@@ -198,7 +198,7 @@ class RemoteFile:
         if data is None or len(data) != end - begin:
             raise OSError(f"expected {end - begin:,} bytes, received {'the full file' if data is None else len(data)}")
         if begin and end == self.size and self._describe() != (self.size, self.version):
-            raise ReplacedError("it was replaced by another file while it was read")
+            raise ReplacedError("the file was replaced while it was read")
         return data
 
     async def _get_range(self, begin: int, end: int) -> bytes | None:

@@ -85,7 +85,7 @@ def load_run(
     flags, name = config["flags"], config["loss"]["name"]
     if flags.get("keep_data"):
         raise UsageError(
-            f"{run} was trained with --keep-data, which this program does not support. To inspect its data, give them in "
+            f"{run} was trained with --keep-data, which this program does not support. Give the run's data in "
             f"place of the run, with --model {flags['model']} --pretrained CHECKPOINT --output FOLDER"
         )
     found = read(checkpoint_file(run if checkpoint == "latest" else run / "checkpoints" / checkpoint))

@@ -140,7 +140,7 @@ class Plan:
 
 def _part(batch: int, parts: int) -> int:
     if batch % parts:
-        raise ValueError(f"a batch of {batch} is not divisible into {parts} equal parts")
+        raise ValueError(f"a batch of {batch} samples cannot be divided into {parts} equal parts")
     return batch // parts
 
 

@@ -137,7 +137,7 @@ def evaluate_model(
     if other:
         run["options"] = " ".join(f"{name}={value}" for name, value in other.items())
         if args.output_dir is None:
-            raise ValueError(f"model options differ from the training run's: {run['options']}. Give --output-dir.")
+            raise ValueError(f"model options differ from the training run's: {run['options']}. Give a new --output-dir")
     log = ResultLog(folder, run, opened.checkpoint)
     given = {key: task for key, task in tasks.items() if not _is_missing(key, task)}
     todo = distributed.on_rank0(lambda: _begin(log, given, args))
@@ -236,7 +236,7 @@ def _pairs(flags: Mapping[str, Any]) -> Callable[[str], DataSpec]:
 
 
 def _begin(log: ResultLog, tasks: Mapping[str, Task], args: argparse.Namespace) -> list[str]:
-    """Return the keys of tasks to evaluate: without a result, with other data or a refused size, or all (``--overwrite``)."""
+    """Return the keys of tasks to evaluate: without a result, with changed data or refused size, or all (``--overwrite``)."""
     lines = log.completed()
 
     def is_old(key: str, task: Task) -> bool:
@@ -250,7 +250,7 @@ def _begin(log: ResultLog, tasks: Mapping[str, Task], args: argparse.Namespace) 
 
 
 def has_other_data(line: Mapping[str, Any], task: Task) -> bool:
-    """Return whether a task's data or prompt differ from those of a result."""
+    """Return whether a task's data or prompt have changed since the result in ``line``."""
     return task.path is not None and line["data"] != _data_digest(task)
 
 
@@ -288,7 +288,9 @@ def evaluate_tasks(tasks: Mapping[str, Task], encoder: Encoder, log: ResultLog) 
             if scores.notes:
                 logger.info(f"{task.name}: {scores.notes}")
             if scores.skipped:
-                logger.warning(f"{task.name}: {len(scores.skipped)} images do not decode, {scores.skipped[0]}")
+                logger.warning(
+                    f"{task.name}: {len(scores.skipped)} images do not decode, the first: {scores.skipped[0]}"
+                )
     return failed
 
 

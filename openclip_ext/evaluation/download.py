@@ -69,7 +69,9 @@ def fetch_set(task: Entry, data_dir: Path, endpoint: str | None = None) -> None:
         if not wrong:
             break
     else:
-        raise ValueError(f"{wanted['repo_id']}: checksums differ from the hub's for {', '.join(wrong)}")
+        raise ValueError(
+            f"{wanted['repo_id']}: after {_ATTEMPTS} downloads, checksums still differ from the hub's: {', '.join(wrong)}"
+        )
     if _is_converted(task):
         (convert_retrieval if task.kind == "retrieval" else convert_winogavil)(target, folder)
         count_items(folder, task, any_size=True)

@@ -80,7 +80,7 @@ def write_embeddings(
         flag: The flag that set ``output``, for messages.
 
     Raises:
-        UsageError: The folder has other embeddings, or too many samples are unreadable.
+        UsageError: The folder has different embeddings, or too many samples are unreadable.
     """
     _refuse_bad(spec, source, *source.known_bad())
     folder = EmbeddingFolder(output, _about(encoder, source, spec, of_model), flag)

@@ -57,8 +57,8 @@ class EmbeddingFolder:
         """Create the files on rank 0, or check an earlier launch's files. The folder is locked inside the ``with`` block.
 
         Yields the finished ranges of all ranks; None means that the folder is complete. Raise UsageError if another program
-        uses the folder, if it has other embeddings or a corrupt file, or if the disk is too small. Collective: all ranks call
-        it.
+        uses the folder, if the folder has different embeddings or a corrupt file, or if the disk is too small. Collective: all
+        ranks call it.
         """
         with contextlib.ExitStack() as stack:
             yield distributed.on_rank0(lambda: self._begin(stack))
@@ -163,8 +163,8 @@ class EmbeddingFolder:
             wanted = self.about.get(key)  # tables have no image_key
             if found.get(key) != wanted:
                 raise UsageError(
-                    f"{self.flag} {self.path} has other embeddings: expected {key} {found.get(key)}, found {wanted} in this "
-                    "command. Repeat the original command, or give another folder"
+                    f"{self.flag} {self.path} has different embeddings: their {key} is {found.get(key)}, this command's is "
+                    f"{wanted}. Repeat the original command, or give another folder"
                 )
 
     def _progress(self) -> list[Path]:

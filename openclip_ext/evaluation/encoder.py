@@ -202,7 +202,7 @@ class Encoder:
             yield batch, features[0], features[1], output["logit_scale"]
 
     def embed(self, batches: Iterable[Mapping[str, Tensor]], rows: int, folder: Path | None = None) -> Embeddings:
-        """Embed batches of ``image``, ``text`` and ``index``, up to ``rows`` samples.
+        """Return the embeddings of all batches of ``image``, ``text`` and ``index``, which have up to ``rows`` samples.
 
         The embeddings are stored in memory-mapped files in ``folder``, or in host memory if ``folder`` is None (default),
         because a GPU has no room for the model and a large training set's embeddings.

@@ -27,7 +27,7 @@ FACE_CRIME_FROM = 18
 
 
 def target_ranks(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return ``(B,)``: how many classes have larger logits ``(B, C)`` than the target. Equal logits rank by class number."""
+    """Return the targets' ranks from 0, ``(B,)``, by their logits ``(B, C)``. Equal logits rank by class number."""
     scores = logits.gather(1, targets[:, None])
     earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]
     return ((logits > scores) | ((logits == scores) & earlier)).sum(dim=1)

@@ -51,12 +51,12 @@ def mixes(opened: OpenedModel, weights: Sequence[float]) -> Iterator[OpenedModel
     the run that wrote the checkpoint.
 
     Raises:
-        UsageError: The checkpoint is not of such a run, is a mix already, or has projection heads.
+        UsageError: The run did not start from pretrained weights, or the checkpoint is a mix already or has projection heads.
     """
     path = Path(opened.checkpoint)
     flags = flags_of_run(path)
     if not flags.get("pretrained") and not flags.get("model", "").startswith(("local-dir:", "hf-hub:")):
-        raise UsageError("--interpolate: the run did not start from pretrained weights (--pretrained)")
+        raise UsageError("--interpolate: the run did not start from --pretrained weights. Remove the flag")
     if (chosen := load_model_file(path, mmap=True).get(WEIGHT_KEY)) is not None:
         raise UsageError(f"--interpolate: {path.name} is a mix of weights already (α = {chosen:g}). Remove the flag")
     if stored_heads(path) is not None:

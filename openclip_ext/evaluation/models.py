@@ -60,7 +60,7 @@ class OpenedModel:
         return {"model": self.name, "checkpoint": self.checkpoint, "weights": self.weights_sha256}
 
     def encoder(self, device: str | torch.device = "cpu", **options: Any) -> Encoder:
-        """Move the model to a device; return its encoder. ``options``: other arguments of `Encoder`."""
+        """Move the model to a device; return its encoder. ``options``: further arguments of `Encoder`."""
         device = torch.device(device)
         return Encoder(self.model.to(device), self.transform, self.tokenizer, device, **options)
 
@@ -172,8 +172,8 @@ def _create(
     except Exception as error:
         what = f"{name} with {source or 'its own weights'}"
         reason = " ".join(str(error).split())[:400]
-        hint = "is it from another --model?"
-        raise UsageError(f"{what} cannot be loaded: {hint} ({type(error).__name__}: {reason})") from error
+        hint = "check that --model is the model of these weights"
+        raise UsageError(f"{what} cannot be loaded; {hint} ({type(error).__name__}: {reason})") from error
     return model, transform, tokenizer
 
 
@@ -194,7 +194,9 @@ def _source(name: str, checkpoint: str | None) -> str | None:
         return checkpoint
     if name.startswith(_WITH_WEIGHTS):
         if checkpoint is not None:
-            raise UsageError(f"{name} has its own weights: remove --checkpoint {checkpoint}, which is not a file.")
+            raise UsageError(
+                f"{name} has its own weights, and {checkpoint} is not a file: remove --checkpoint {checkpoint}"
+            )
         return None
     tags = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
     known = f"the pretrained tags of {name}: {', '.join(tags) or 'none'}"

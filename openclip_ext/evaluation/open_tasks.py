@@ -193,8 +193,8 @@ def prompts(folder: Path, template: str | None) -> list[str]:
 def read_class_folders(folder: Path, template: str | None = None) -> Labeled:
     """Return the images of a folder with one folder per class.
 
-    The folders' names are the class names, with spaces for underscores as in training. With ``classnames.txt``, the folders
-    are named as its lines or their numbers (from 0), or the lines are in the alphabetical order of the folders.
+    The folders' names are the class names, with spaces for underscores as in training. With ``classnames.txt``, a folder's
+    name is a line of this file, or a line's number (from 0). If not, the lines follow the folders in alphabetical order.
     """
     path = folder / CLASSNAMES_FILE
     if not path.is_file():
@@ -216,7 +216,7 @@ def read_class_folders(folder: Path, template: str | None = None) -> Labeled:
 
 
 def _label_source(spec: DataSpec) -> Source | None:
-    """Return a table whose captions are labels. None means that the data are no table, or have other captions."""
+    """Return a table whose captions are labels. None means that the data are no table, or have no labels."""
     if spec.resolved_type not in ("csv", "table"):
         return None
     of_labels = *LABEL_COLUMNS, *map(str.title, LABEL_COLUMNS)
@@ -256,7 +256,7 @@ def imagenet_task(name: str, folder: str) -> Classification:
 
 
 def imagenet_numbers(names: list[str]) -> Mapping[str, int]:
-    """Return the class number of each of ImageNet's folders; raise DataError for other folders."""
+    """Return the class number of each of ImageNet's folders; raise DataError if they are not ImageNet's."""
     synsets = {name: number for number, name in enumerate(ImageNetInfo().label_names())}
     numbers = {name: int(name) if name.isdecimal() else synsets.get(name, -1) for name in names}
     if sorted(numbers.values()) != sorted(synsets.values()):

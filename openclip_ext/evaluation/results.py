@@ -33,7 +33,7 @@ def config_digest(config: Any) -> str:
 
 
 def run_identity(opened: "OpenedModel", precision: str) -> dict[str, str]:
-    """Return the model, precision and protocol. All results in a folder must have the same."""
+    """Return the model, precision and protocol. All results in a folder must agree in these."""
     return {
         "model": opened.name,
         "weights": opened.weights_sha256,
@@ -64,7 +64,7 @@ class ResultLog:
             run = line.get("run") or {}
             if other := [name for name, value in self._identity.items() if run.get(name) != value]:
                 raise UsageError(
-                    f"{self.path} has results of another run ({', '.join(other)}): give another --output-dir"
+                    f"{self.path} has results with different {', '.join(other)}: give another --output-dir"
                 )
         return {line["key"]: line for line in lines}
 

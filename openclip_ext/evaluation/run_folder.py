@@ -11,9 +11,9 @@ from openclip_ext.files.schema import checked_dict
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what a run's ``config.json`` has derived: ``flags``, ``loss``, ``steps``, ``world_size`` and ``versions``.
+    """Return a run's resolved configuration: ``flags``, ``loss``, ``steps``, ``world_size`` and ``versions``.
 
-    Raise UsageError if the file is missing or not a configuration.
+    Raise UsageError if ``config.json`` is missing or not a configuration.
     """
     path = folder / "config.json"
     try:

@@ -217,7 +217,7 @@ def read_lines(path: Path, what: str, are_labels: bool = False) -> list[str]:
 
 
 def read_templates(path: Path) -> list[str]:
-    """Return prompt templates, in which ``{c}`` stands for the class name; raise DataError if a line has other braces."""
+    """Return prompt templates, in which ``{c}`` stands for the class name; raise DataError for any other braces."""
     templates = read_lines(path, "prompt templates")
     other = {*"{}"}.intersection("".join(templates).replace("{c}", ""))
     if other or not any("{c}" in template for template in templates):
@@ -226,7 +226,7 @@ def read_templates(path: Path) -> list[str]:
 
 
 def read_classes(folder: Path, expected: int | None = None) -> tuple[list[str], list[str]]:
-    """Return class names, which may repeat, and prompt templates; raise DataError for another number of classes."""
+    """Return class names, which may repeat, and prompt templates; raise DataError for a wrong number of classes."""
     classnames = read_lines(folder / CLASSNAMES_FILE, "class names", are_labels=True)
     templates = read_templates(folder / TEMPLATES_FILE)
     if expected is not None and len(classnames) != expected:

@@ -97,7 +97,7 @@ class Task(ABC):
     def score(self, encoder: Encoder) -> Scores:
         """Return all metrics, with the main metric also as ``main_metric``.
 
-        Raise DataError if the data are missing, corrupt or have another size, and ValueError for non-finite embeddings.
+        Raise DataError if the data are missing, corrupt or of a wrong size, and ValueError for non-finite embeddings.
         """
         scores = self.measure(encoder)
         skipped, images = len(scores.skipped), scores.images or scores.found

@@ -36,7 +36,7 @@ class TextEncoder:
         return _encode_prefix(self.model, self._tower[0], tokens[:, :length])
 
     def lengths(self, tokens: Tensor) -> Tensor:
-        """Return the number of tokens in each text without padding: ``(B, context_length)`` int64 -> ``(B,)`` int64."""
+        """Return the number of tokens ``(B,)`` int64 of padded texts ``(B, context_length)`` int64, without the padding."""
         if self._tower is None:
             return torch.full((len(tokens),), tokens.shape[1], device=tokens.device)
         return text_lengths(tokens)
@@ -65,8 +65,8 @@ def find_causal_tower(model: nn.Module) -> tuple[str, nn.Module] | None:
 def accept_groups(model: nn.Module) -> bool:
     """Let ``model(images, texts)`` also take texts as :class:`TextGroups`, if this is exact; return whether it is.
 
-    The text tower must be causal and pool at the end-of-text token. It must have no dropout, which would draw other random
-    numbers for groups. The groups are encoded inside the model's ``forward``, so the hooks of DDP and FSDP run as usual.
+    The text tower must be causal and pool at the end-of-text token. It must have no dropout, which would draw different
+    random numbers for groups. The groups are encoded inside the model's ``forward``, so DDP's and FSDP's hooks run as usual.
     """
     found = None if isinstance(model, torch.jit.ScriptModule) else find_causal_tower(model)
     if found is None or _has_dropout(model):

@@ -81,7 +81,7 @@ def evaluations(folder: Path, checkpoint: Checkpoint, weights: str) -> dict[str,
     """Return a checkpoint's results from the evaluation during training, and from ``openclip-ext evaluate``.
 
     Results of ``openclip-ext evaluate`` are omitted if the checkpoint has changed since (``weights`` is the SHA-256 of its
-    weights), or if the model had other options than in the run.
+    weights), or if the model's options differed from the run's.
     """
     found: dict[str, float] = {}
     position = checkpoint.position

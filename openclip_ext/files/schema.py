@@ -4,7 +4,7 @@ from typing import Any
 
 
 def checked_dict(value: Any, where: str, kind: type = object) -> dict[str, Any]:
-    """Return a dictionary whose values have the type ``kind``; otherwise raise ValueError. ``where`` names it."""
+    """Return a dictionary whose values have the type ``kind``; otherwise raise ValueError. ``where`` names the dictionary."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {str(value)[:80]!r}, expected dict")
     for name, entry in value.items():

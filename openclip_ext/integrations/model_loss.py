@@ -80,7 +80,7 @@ class ModelLoss:
             )
         if compat.is_captioner(model) and not loss.trains_captions:
             raise ValueError(
-                f"{type(loss).__name__} would ignore the captioner of {type(model).__name__}: use create_loss('openclip')"
+                f"{type(loss).__name__} would not train the captions of {type(model).__name__}: use create_loss('openclip')"
             )
         prepare_for(loss, model, _has_trained_temperature(model) if is_trained is None else is_trained)
         self.loss = loss

@@ -95,7 +95,8 @@ def _extended_create_loss(original: Callable) -> Callable:
             raise ValueError(f"--loss {name} does not support --distill-model: remove the flag, or use --loss openclip")
         if not asked.trains_captions and "coca" in args.model.lower():  # like OpenCLIP's create_loss
             raise ValueError(
-                f"--loss {name} would ignore the captioner of {args.model}: use --loss openclip without other parts"
+                f"--loss {name} would not train the captions of {args.model}: use --loss openclip "
+                "without --normalizer and --temperature-scheme"
             )
         refused = {
             f"--loss {name} needs every sample's index": asked.needs_index,

@@ -82,12 +82,10 @@ class ContrastiveTrainer(Trainer):
         super().__init__(*args, **options)
         if self.model_init is not None:
             raise ValueError(
-                "model_init creates another model after the loss has set this model's temperature: pass model= instead"
+                "model_init would create a new model, whose temperature the loss has not set: pass model= instead"
             )
         if self.args.remove_unused_columns:
-            raise ValueError(
-                "set remove_unused_columns=False in TrainingArguments: otherwise the Trainer removes the index"
-            )
+            raise ValueError("the Trainer would remove the index: set remove_unused_columns=False in TrainingArguments")
         self.model_loss = ModelLoss(contrastive_loss, self.model)
         # Without these two attributes, the Trainer would compute no loss for validation data, because they have no labels.
         self.can_return_loss = True

@@ -68,7 +68,7 @@ class TwoSidedMlp(nn.Module):
             shift.zero_()
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map ``(2, B, d)`` to ``(2, B)``."""
+        """Return ``log λ`` ``(2, B)`` of embeddings ``(2, B, d)``."""
         hidden = features
         for layer in range(2):
             hidden = torch.relu(torch.baddbmm(self.biases[layer], hidden, self.weights[layer]))

@@ -56,12 +56,15 @@ class Projection(nn.Module):
         self.layer_norm = nn.LayerNorm(projection_dim)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map unit embeddings ``(B, embed_dim)`` to ``(B, projection_dim)`` with running statistics, for evaluation."""
+        """Return the projections ``(B, projection_dim)`` of unit embeddings ``(B, embed_dim)``, for evaluation.
+
+        They use the running statistics.
+        """
         features = features.to(self.hidden.weight.dtype)
         return self._finish(features, self.hidden(features), self.running_mean, self.running_var)
 
     def project(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Map like :meth:`forward`, but for training: use the statistics of the batch of at least two samples.
+        """Project for training, with the statistics of the batch, which needs at least two samples.
 
         Returns:
             The projections, and the batch's mean and unbiased variance for the running statistics, ``(2, projection_dim)``.

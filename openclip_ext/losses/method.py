@@ -17,7 +17,7 @@ AnyMethod = TypeVar("AnyMethod", bound="Method")
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
-    """Declare a field that is an option. ``limits`` are other attributes of :class:`Option`, such as ``minimum``."""
+    """Declare a field that is an option. ``limits`` are further attributes of :class:`Option`, such as ``minimum``."""
     return field(default=default, kw_only=True, metadata={"help": help, **limits})
 
 
@@ -85,7 +85,7 @@ class HasOptions:
         return {name: value for part in self.flattened() for name, value in part.own_values().items()}
 
     def with_options(self: Fields, values: Mapping[str, Any]) -> Fields:
-        """Return a copy with other values of some options, of this object and of nested parts."""
+        """Return a copy with new values of some options, of this object and of nested parts."""
         own = {name: values[name] for name in options_of(type(self)) if name in values}
         return replace(self, **own, **{name: part.with_options(values) for name, part in self.nested().items()})
 
@@ -112,7 +112,7 @@ class NormalizerPart(Part):
 
     Attributes:
         objective: The objective of losses that declare none, as in ``module``.
-        lr_tau: Default of the option ``lr_tau`` with this normalizer, if the temperature scheme has no other default.
+        lr_tau: Default of the option ``lr_tau`` with this normalizer, if the temperature scheme declares none.
     """
 
     kind = "normalizer"
@@ -162,7 +162,7 @@ class EqualCaptions(HasOptions):
 
 @dataclass(frozen=True)
 class Eps(HasOptions):
-    """The constant ε."""
+    """The option ``eps``: the constant ε inside the logarithm of the objective."""
 
     eps: float = option(
         1e-14,
@@ -193,7 +193,7 @@ class Method(HasOptions):
     two_views: "TwoViews | None" = field(default=None, kw_only=True)
 
     def with_options(self: AnyMethod, values: Mapping[str, Any]) -> AnyMethod:
-        """Return a copy with other values of some options. Raise OptionError for an option that the loss does not use."""
+        """Return a copy with new values of some options. Raise OptionError for an option that the loss does not use."""
         known = self.values()
         for name in values:
             if name not in known:

@@ -189,7 +189,7 @@ def options_used_by(name: str, **options: Any) -> dict[str, Any]:
 
 
 def run_defaults(name: str, given: Mapping[str, Any], steps: int = 0, pretrained: bool = False) -> dict[str, Any]:
-    """Return all options of a loss with their defaults in a run, in which some options are ``given``.
+    """Return all options of a loss in a run: those ``given``, and the run's defaults of the rest.
 
     ``steps`` is the number of optimizer steps of the run. If ``pretrained``, the model already has a learned temperature.
     """

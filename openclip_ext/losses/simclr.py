@@ -44,7 +44,7 @@ class Projector(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map embeddings ``(B, embed_dim)`` to ``(B, projection_dim)``."""
+        """Return the projections ``(B, projection_dim)`` of embeddings ``(B, embed_dim)``."""
         return self.layers(features)
 
 

@@ -53,7 +53,10 @@ class TemperatureNetwork(nn.Module):
         self.mean_scale = nn.Parameter(torch.ones(2, 1))
 
     def forward(self, features: Tensor, rho: float, dropout: Tensor | None) -> Tensor:
-        """Map ``(2, B, d)`` to ``(2, B)``. ``dropout`` contains factors ``(2, B, d)``, 0 or ``1/(1 − p)``, or is None."""
+        """Predict the temperatures ``(2, B)`` of embeddings ``(2, B, d)``, before they are clamped.
+
+        dropout: factors of the hidden layer ``(2, B, d)``, 0 or ``1/(1 − p)``. None means no dropout.
+        """
         hidden = torch.sigmoid(torch.baddbmm(self.bias, features, self.weight))
         if dropout is not None:
             hidden = hidden * dropout

@@ -146,7 +146,8 @@ def _embedded(
 ) -> EmbeddingStore:
     """Embed the training data with the model as it starts, if ``output`` does not have these embeddings.
 
-    ``weights`` has the weights that identify them, and ``flag`` set ``output``. A folder of other weights is refused.
+    ``weights`` has the weights that identify them, and ``flag`` set ``output``. Raise UsageError if ``output`` has
+    embeddings of different weights.
     """
     from openclip_ext.evaluation.embed import write_embeddings
     from openclip_ext.evaluation.encoder import Encoder

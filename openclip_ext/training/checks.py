@@ -53,7 +53,7 @@ def check(plan: RunPlan) -> None:
     _check_pixels(plan.model)
     _check_evaluation(plan.evaluation)
     if plan.model.image_features is not None and plan.loading.views > 1:
-        raise UsageError("--image-features: with --views, a batch has pixels of two views. Remove one of them")
+        raise UsageError("--image-features does not work with --views, which needs pixels. Remove one of the two flags")
     if data is not None:
         _check_embeddings(plan, data)
     if plan.parallel.static_graph and plan.length.accum_freq > 1:  # --global-batch may set --accum-freq
@@ -80,7 +80,7 @@ def check(plan: RunPlan) -> None:
     if "wandb" in plan.reporting.destinations and importlib.util.find_spec("wandb") is None:
         raise UsageError("--report-to wandb needs the package wandb: pip install wandb")
     if plan.model.lora.rank is not None and importlib.util.find_spec("peft") is None:
-        raise UsageError("--lora-rank needs the package peft: pip install 'openclip_ext[lora]'")
+        raise UsageError("--lora-rank needs the package peft: pip install 'peft>=0.21'")
 
 
 def _check_embeddings(plan: RunPlan, data: DataSpec) -> None:
@@ -180,7 +180,7 @@ def check_combination(plan: RunPlan, loss: ContrastiveLoss, world_size: int, is_
     if plan.model.image_features is not None and is_captioner:
         raise UsageError("--image-features does not support models that generate captions: remove the flag")
     if plan.step.model_ema_decay is not None and has_head:
-        raise UsageError(f"--model-ema-decay would not average the projection heads of --loss {name}: remove it")
+        raise UsageError(f"--model-ema-decay would not average the projection heads of --loss {name}: remove the flag")
     if plan.saving.best_metric is not None and (plan.saving.folder is None or not plan.evaluation.is_wanted):
         raise UsageError("--keep-best needs --logs, and an evaluation, such as --val-data with --val-frequency 1")
     if (metric := plan.saving.best_metric) is not None:

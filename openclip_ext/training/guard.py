@@ -202,7 +202,7 @@ def _copy(value: Any) -> Any:
 
 
 class _Copies:
-    """Copies of tensors, from which the tensors, or others in their places, can be restored.
+    """Copies of tensors, from which these tensors, or their replacements, can be restored.
 
     Small tensors of one dtype are copied together. Otherwise, each of a ResNet-50's 159 BatchNorm buffers would need one
     kernel to copy it and two to restore it. The copies of the next step reuse the memory, because on a CPU, allocating memory

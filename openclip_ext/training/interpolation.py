@@ -52,7 +52,11 @@ def choose(own: Mapping[float, float], kept: Mapping[float, float], at_least: fl
     if not own:
         return Choice(max(good), f"the largest α with {share}")
     best = max(good, key=lambda weight: own[weight])  # the first one, so the smallest α, of equal scores
-    failed = "" if own[best] > own[0.0] else ", but it is not above the start's: try another --lr or more --epochs"
+    failed = (
+        ""
+        if own[best] > own[0.0]
+        else ", but not above the score before training: try a different --lr or more --epochs"
+    )
     return Choice(best, f"the largest own score{f' with {share}' if kept else ''}{failed}")
 
 

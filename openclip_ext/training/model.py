@@ -193,7 +193,8 @@ def build_loss(
     loss.given = frozenset(config.given)
     if compat.is_captioner(model) and not loss.trains_captions:
         raise UsageError(
-            f"--loss {config.name} would ignore the captioner of {model_name}: use --loss openclip without other parts"
+            f"--loss {config.name} would not train the captions of {model_name}: use --loss openclip "
+            "without --normalizer and --temperature-scheme"
         )
     _check_head(config.name, loss.model_head())
     return loss.to(device)
@@ -239,7 +240,7 @@ def _load_pretrained_heads(loss: ContrastiveLoss, pretrained: str) -> None:
     elif (own.kind, own.config) != (kind, config):
         raise UsageError(
             f"{pretrained} has projection heads {kind} {config}, this run has {own.kind} {own.config}: give the "
-            "same options of the loss, or another --pretrained"
+            "loss options of this checkpoint, or a different --pretrained"
         )
     else:
         own.load_state_dict(heads["state_dict"])

@@ -91,7 +91,7 @@ def further_arguments(config: OptimizerConfig) -> dict[str, Any]:
         if not separator or not name.isidentifier():
             raise UsageError(f"--opt-kwargs {word}: expected NAME=VALUE, such as amsgrad=True")
         if name in _RESERVED:
-            raise UsageError(f"--opt-kwargs {word}: another flag or the program sets it. Remove it")
+            raise UsageError(f"--opt-kwargs {word}: another flag or the program sets {name}. Remove the word")
         try:
             found[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -201,7 +201,7 @@ def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> di
     for tower, (factor, decay) in towers.items():
         own = parameters[tower]
         if not own:
-            raise UsageError(f"--lr-{tower} and --{tower}-layer-decay have no effect: this tower is not trained")
+            raise UsageError(f"--lr-{tower} and --{tower}-layer-decay have no effect: the {tower} tower is not trained")
         depth = dict.fromkeys(own, 0) if decay == 1 else depths(tower, own)
         scales |= {name: factor * decay ** depth[name] for name in own}
     return scales
@@ -212,7 +212,7 @@ def depths(tower: str, names: list[str]) -> dict[str, int]:
     found = {name: _LAYER.search(name) for name in names}
     numbers = sorted({int(match[1]) for match in found.values() if match})
     if not numbers:
-        raise UsageError(f"--{tower}-layer-decay: no layers found in this tower ({', '.join(names[:3])}, ...)")
+        raise UsageError(f"--{tower}-layer-decay: no layers in this tower ({', '.join(names[:3])}, ...). Remove it")
     depth = {number: len(numbers) - place for place, number in enumerate(numbers)}
     outside = {name: 0 if _AFTER.search(name) or not _BEFORE.search(name) else len(numbers) + 1 for name in names}
     return {name: outside[name] if match is None else depth[int(match[1])] for name, match in found.items()}

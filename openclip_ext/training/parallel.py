@@ -34,7 +34,9 @@ def distribute(model: nn.Module, config: ParallelConfig, device: torch.device, k
         return model
     if distributed.world_size() == 1:
         if config.fsdp:
-            logger.warning("--fsdp has no effect with a single process: start several with torchrun, or remove it.")
+            logger.warning(
+                "--fsdp has no effect with a single process: start several processes with torchrun, or remove the flag."
+            )
         return model
     if config.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -124,7 +124,7 @@ def _refuse_other_flags(own: Mapping[str, Any]) -> None:
     for rank, flags in enumerate(others, start=1):
         differing = [f"{name} {flags.get(name)} ({first[name]})" for name in first if flags.get(name) != first[name]]
         if differing:
-            raise UsageError(f"rank {rank} must have the flags of rank 0 (in parentheses): {', '.join(differing)}")
+            raise UsageError(f"give rank {rank} the flags of rank 0 (in parentheses): {', '.join(differing)}")
 
 
 def _compared(name: str, value: Any) -> Any:

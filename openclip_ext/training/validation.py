@@ -287,7 +287,7 @@ class ImageNet:
         for name, task in self.tasks.items():
             scores = task.score(encoder)
             if scores.skipped:
-                logger.warning(f"{name}: {len(scores.skipped)} images do not decode, {scores.skipped[0]}")
+                logger.warning(f"{name}: {len(scores.skipped)} images do not decode, the first: {scores.skipped[0]}")
             metrics |= {top_name(name, k): value for k in TOP_K if (value := scores.metrics[f"acc{k}"]) is not None}
         return metrics
 

@@ -229,7 +229,7 @@ def test_a_shard_that_changes_before_it_is_opened(tmp_path: Path):
         list(loaders[1].iterate(0))
     os.truncate(paths[1], size - 512)
     with pytest.raises(
-        BadDataError, match=rf"{refusal}.*it has [\d,]+ bytes, but had [\d,]+ when the manifest was made"
+        BadDataError, match=rf"{refusal}.*the shard has [\d,]+ bytes, but had [\d,]+ when the manifest was made"
     ):
         list(loaders[2].iterate(0))
 

@@ -171,5 +171,5 @@ def test_the_loader_gives_the_same_samples(tmp_path):
 @pytest.mark.parametrize("decode", [decode_image, decode_with_torchvision])
 def test_a_thread_of_pixels_is_refused(decode):
     """If the short side of such an image were resized to 224, the image would need 12 GB."""
-    with pytest.raises(BadSampleError, match="65500 x 1 pixels, expected a ratio of at most 500"):
+    with pytest.raises(BadSampleError, match="65500 x 1 pixels, expected an aspect ratio of at most 500"):
         decode(encoded(Image.new("RGB", (65500, 1)), "JPEG"))

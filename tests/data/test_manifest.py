@@ -346,7 +346,7 @@ def test_changed_shards_do_not_verify(shards: list[str]):
     with pytest.raises(ManifestError, match=r"1 of 3 shards were changed.*00000.tar \(3 samples, were 3"):
         find_or_create_manifest(shards)
     write_tar(Path(shards[0]), sample_members(0))
-    message = r"00000.tar \(it has [\d,]+ bytes, but had [\d,]+ when .*Create the manifest again"
+    message = r"00000.tar \(the shard has [\d,]+ bytes, but had [\d,]+ when .*Create the manifest again"
     with pytest.raises(ManifestError, match=message):
         find_or_create_manifest(shards)
     assert main(shards) == 0

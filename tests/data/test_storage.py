@@ -377,7 +377,7 @@ def test_a_file_that_is_replaced_while_it_is_read(folder: Path, server: Server, 
         # Replaced at once, because the next block is already read in the background.
         path.with_suffix(".new").write_bytes(path.read_bytes()[::-1])
         path.with_suffix(".new").replace(path)
-        with pytest.raises(OSError, match="replaced by another file while it was read"):
+        with pytest.raises(OSError, match="replaced while it was read"):
             file.read()
 
 

@@ -152,10 +152,10 @@ def test_never_another_models_numbers(tiny_folder, data_dir, tmp_path, capfd, ca
         None,
         [key for key in AVERAGED if key not in main_metrics(tmp_path)],
     )
-    refused = "has results of another run ({}"
+    refused = "has results with different {}"
     # With another activation, equal weights count as a different model.
     for arguments, checkpoint, message in (
-        ((), "epoch_2.pt", refused.format("weights): give another --output-dir")),
+        ((), "epoch_2.pt", refused.format("weights: give another --output-dir")),
         ((), "epoch_3.pt", "There is no checkpoint"),
         (("--force-quick-gelu",), "epoch_1.pt", refused.format("config")),
     ):
@@ -180,7 +180,7 @@ def test_a_second_model_that_starts_in_the_same_folder_fails(tiny_folder, tmp_pa
 
     monkeypatch.setattr(Classification, "score", overtaken)
     assert evaluate(tiny_folder, tmp_path, *arguments) == 2
-    assert "has results of another run (weights)" in caplog.text
+    assert "has results with different weights" in caplog.text
     for content in (
         read_results(tmp_path / "out" / RESULTS_FILE)[0],
         json.loads((tmp_path / "out" / datacomp.SUMMARY_FILE).read_text()),

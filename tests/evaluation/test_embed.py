@@ -155,10 +155,10 @@ def test_folders_that_do_not_fit_are_refused(is_finished, command, tiny_folder, 
         embed.main(command(tmp_path))
     others = {
         "weights": f"--pretrained={tiny_folder}/epoch_2.pt",
-        "caption_key txt, found": "--caption-key=txt;json:caption",
+        "caption_key is txt, ": "--caption-key=txt;json:caption",
     }
     for message, flag in (others | {"config": "--force-quick-gelu"}).items():
-        with pytest.raises(UsageError, match=f"has other embeddings: expected {message}"):
+        with pytest.raises(UsageError, match=f"has different embeddings: their {message}"):
             embed.main(command(tmp_path, flag))
     os.truncate(tmp_path / "texts.npy", 300)
     with pytest.raises(UsageError, match=r"texts.npy: missing or truncated"):

@@ -73,7 +73,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder, tmp_path):
     open_clip.add_model_config(tiny_model_config(tmp_path, "tiny-wide", width=48))
     open_clip.add_model_config(tiny_model_config(tmp_path, "tiny-deep", layers=3))
     for name in ("tiny-wide", "tiny-deep"):
-        with pytest.raises(UsageError, match=rf"{name} with .*epoch_1\.pt cannot be loaded: is it from another"):
+        with pytest.raises(UsageError, match=rf"{name} with .*epoch_1\.pt cannot be loaded; check that --model"):
             open_model(tiny_folder / "epoch_1.pt", name)
 
 

@@ -336,7 +336,7 @@ def test_one_run_is_no_repeat_and_another_run_needs_a_name(tmp_path: Path) -> No
     assert read_runs([f"{'a' * 300}={first}"])[0].name == "a" * 300  # longer than a file name
     (run,) = read_runs([str(first)])
     for both in ([str(first), f"{run.name}={second}"], [f"{run.name}={second}", str(first)]):
-        with pytest.raises(ValueError, match="is another run with the name"):
+        with pytest.raises(ValueError, match="has the name of another run"):
             read_runs(both)
 
 

@@ -82,7 +82,7 @@ def test_what_does_not_fit_a_loss_is_refused():
         loss.step(torch.optim.AdamW(towers_only))
     with pytest.raises(ValueError, match="Sequential has no parameter logit_scale"):
         ModelLoss(stateful_loss(), torch.nn.Sequential(model))
-    with pytest.raises(ValueError, match=r"would ignore the captioner of CoCa: use create_loss\('openclip'\)"):
+    with pytest.raises(ValueError, match=r"would not train the captions of CoCa: use create_loss\('openclip'\)"):
         ModelLoss(stateful_loss(), tiny_captioner())
     with pytest.raises(ValueError, match="the saved loss has per-sample state of"):
         loss.load_state_dict(ModelLoss(create_loss("openclip"), tiny_model()).state_dict())

@@ -219,6 +219,9 @@ def test_the_state_of_a_renamed_model_file_stays(tmp_path, caplog):
         (tmp_path / killed).mkdir(parents=True)
     saving.remove_leftovers(tmp_path)
     assert not [*tmp_path.glob("*/tmp_*"), *tmp_path.glob("epoch_2*")]
-    assert "epoch_1.state has no epoch_1.pt next to it: undo the renaming, or remove the folder" in caplog.text
+    assert (
+        "epoch_1.state has no epoch_1.pt next to it: if you renamed the checkpoint, undo it; if not, remove the folder"
+        in caplog.text
+    )
     (tmp_path / "mine.pt").rename(path)
     assert finding.scan(tmp_path)[0] == path

@@ -46,7 +46,7 @@ def test_features_are_written_once_and_belong_to_the_tower(shards, tmp_path):
     written = (tmp_path / "store" / "images.npy").stat().st_mtime_ns
     assert_same_run(train(shards, tmp_path, "resumed", "queueclip", *more, stops=(3,)), whole)
     assert (tmp_path / "store" / "images.npy").stat().st_mtime_ns == written
-    with pytest.raises(UsageError, match="has other embeddings"):  # another seed gives other random weights
+    with pytest.raises(UsageError, match="has different embeddings"):  # another seed gives other random weights
         run(small_command(shards, tmp_path, "other", "queueclip", *more, "--seed", "4"))
 
 

@@ -580,7 +580,7 @@ def train_with_other_flags(argv: list[str], own: list[list[str]]) -> str:
 def test_ranks_with_other_flags_are_named(tmp_path: Path, own: list[list[str]], said: str):
     argv = command(write_shards(tmp_path, [40])[0], tmp_path, "run", "openclip", "--rank-patience", "60")
     first, second = two_ranks().run(train_with_other_flags, argv, own, group=False)
-    assert first == second == f"rank 1 must have the flags of rank 0 (in parentheses): {said}"
+    assert first == second == f"give rank 1 the flags of rank 0 (in parentheses): {said}"
 
 
 def test_a_port_in_use_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

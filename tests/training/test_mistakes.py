@@ -61,7 +61,7 @@ MISTAKES = [
     ("--device cuda:0", "--device cuda:0: PyTorch finds 0 GPUs on this machine; use cpu"),
     ("--opt timm/sgdd --lr 1 --opt-kwargs a=1", "--opt timm/sgdd --opt-kwargs a=1: "),
     ("--opt-kwargs amsgrad", "expected NAME=VALUE"),
-    ("--opt-kwargs lr=1", "another flag or the program sets it"),
+    ("--opt-kwargs lr=1", "another flag or the program sets lr"),
     ("--opt-kwargs amsgrat=True", "--opt adamw --opt-kwargs amsgrat=True: "),
     ("--loss neucilp", "did you mean neuclip?"),
     ("--loss no.module:METHOD", "No module named 'no'"),
@@ -332,7 +332,7 @@ WITH_THE_MODEL = [
         "--model NO_PATCHES --force-patch-dropout 0 --lock-image --lock-image-unlocked-groups 99",
         "groups 99",
     ),
-    ("neuclip", "--model CAPTIONER --force-patch-dropout 0", "--loss neuclip would ignore the captioner of"),
+    ("neuclip", "--model CAPTIONER --force-patch-dropout 0", "would not train the captions of"),
     *((loss, ONE_PAIR, "--batch-size & --accum-freq") for loss in ("openclip", "siglip", "queueclip")),
     ("queueclip", f"{ONE_PAIR} --hard-negative-key txt", "--batch-size & --accum-freq"),
 ]

@@ -97,7 +97,7 @@ class BadSamples:
         return Counter(self._source.group_of(index)[0] for index in self.known())
 
     def error(self, problem: str) -> BadDataError:
-        """Return an error that also describes the bad samples."""
+        """Return an error with ``problem`` and a description of the bad samples."""
         examples = "; ".join(f"sample {sample.index}: {sample.reason}" for sample in list(self._new.values())[:3])
         return BadDataError(f"{problem}. The worst shards: {dict(self.by_shard().most_common(5))}. {examples}")
 

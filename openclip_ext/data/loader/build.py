@@ -65,7 +65,7 @@ def build_train_loader(
     decoder: ImageDecoder = decode_image,
     source: Source | None = None,
 ) -> "AnyTrainLoader":
-    """Build the training loader of a ``source``, by default that of ``spec``. Collective: all ranks call it.
+    """Build the training loader of a ``source``, by default the source of ``spec``. Collective: all ranks call it.
 
     For its errors, see :class:`TrainLoader`.
     """

@@ -62,7 +62,7 @@ class KeepConfig:
     )
 
     def spec(self, own: DataSpec) -> DataSpec:
-        """Return the specification of the pairs to rehearse. Settings of the training data ``own`` that name fields apply."""
+        """Return the specification of the pairs to rehearse. It names the same fields as the training data ``own``."""
         return replace(
             own,
             source=self.source,

@@ -131,7 +131,7 @@ class RehearsalLoader:
         """Restore a :meth:`state_dict`. For errors, see :meth:`TrainLoader.load_state_dict`."""
         if "keep" not in state_dict:
             raise ValueError(
-                "the checkpoint was made without --keep-data: remove it, or start a run with another --name"
+                "the checkpoint was made without --keep-data: remove the flag, or start a run with another --name"
             )
         try:
             self._own.load_state_dict(state_dict["own"])
@@ -198,7 +198,7 @@ def build_rehearsal_loader(
     decoder: ImageDecoder = decode_image,
     source: Source | None = None,
 ) -> RehearsalLoader:
-    """Build the loader of a ``source``, by default that of ``spec``, with rehearsal of the pairs of ``keep``.
+    """Build the loader of a ``source``, by default the source of ``spec``, with rehearsal of the pairs of ``keep``.
 
     Collective: all ranks call it. For errors, see :class:`TrainLoader`.
     """

@@ -59,13 +59,13 @@ class SingleSourceLoader:
         """Restore a :meth:`state_dict`; the next :meth:`iterate` continues from it.
 
         Raises:
-            ValueError: The state belongs to other sources, or to a loader that mixes sources.
+            ValueError: The state is of different sources, or of a loader that mixes sources.
         """
         progress, states = state_dict.get("progress") or {}, state_dict.get("sources", {})
         digests = [loader.source.digest for loader in self._loaders]
         if progress and progress["data"] != digests:
             raise ValueError(
-                "cannot resume mid-epoch: the checkpoint was made without --single-source-batches, or with other sources. "
+                "cannot resume mid-epoch: the checkpoint was made without --single-source-batches, or different sources. "
                 "Use the same flags and data, or --resume an end-of-epoch checkpoint under a new --name"
             )
         for digest, loader in zip(digests, self._loaders, strict=True):

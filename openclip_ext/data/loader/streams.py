@@ -15,12 +15,12 @@ class SampleStream(Protocol):
     """The samples of a lane in shuffled order."""
 
     def take(self, position: int) -> RawSample:
-        """Return the sample at a position of the shuffled lane, which must be larger than the position before."""
+        """Return the sample at a position of the shuffled lane. Positions must increase from call to call."""
 
     def later(self, number: int) -> RawSample | None:
-        """Return one of the readable samples after the latest one, which are numbered from 0; None if there are none.
+        """Return readable sample ``number``, counted from 0, after the last taken sample; None if there are none.
 
-        If there are fewer, the numbering begins again.
+        If there are too few, the count continues with the first of them.
         """
 
 

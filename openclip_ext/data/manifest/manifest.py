@@ -140,9 +140,9 @@ class Manifest:
         elif unknown:
             storage.reach(unknown[:1])  # a wrong address also has no counts, so report it first
             raise ManifestError(
-                f"the number of samples is unknown for {len(unknown)} of {len(urls)} shards, for example {unknown[0]!r}: no "
-                "sizes.json or *_stats.json (written by img2dataset) is next to it. Count them once with: openclip-ext "
-                "manifest SHARDS --output manifest.json (reads the headers of the tars, or the counts in --sizes), then "
+                f"the number of samples is unknown for {len(unknown)} of {len(urls)} shards, such as {unknown[0]!r}: no "
+                "sizes.json or *_stats.json (of img2dataset) is next to it. Count the samples once with openclip-ext "
+                "manifest SHARDS --output manifest.json (--sizes FILE has known counts), then "
                 "train with --manifest manifest.json"
             )
         scanned = [found[url] for url in urls]
@@ -245,7 +245,7 @@ class Manifest:
         """Check one local shard; raise ReplacedError if its members changed since the scan, OSError if it is missing."""
         shard = self.shards[shard_number]
         if _is_touched(shard) and self._rescan([shard]):
-            raise ReplacedError("it was replaced by a file with different samples after the manifest was made")
+            raise ReplacedError("the shard was replaced by a file with different samples after the manifest was made")
 
     def check_remote_unchanged(self, shard_number: int, storage: Storage) -> None:
         """Scan a remote shard again; raise ReplacedError if its members changed, OSError if it is unreadable."""
@@ -255,7 +255,7 @@ class Manifest:
         if scanned.digest is None:
             raise OSError(scanned.problems.get("error"))
         if (shard.digest, shard.num_samples) != (scanned.digest, scanned.num_samples):
-            raise ReplacedError("it was replaced by a file with different samples after the manifest was made")
+            raise ReplacedError("the shard was replaced by a file with different samples after the manifest was made")
         shard.version = None  # the new version is accepted
 
     def _rescan(self, shards: Sequence[Shard]) -> list[str]:
@@ -307,7 +307,9 @@ def _is_touched(shard: Shard) -> bool:
     """Return whether a local shard's modification time changed since its scan; raise ReplacedError if its size changed."""
     status = os.stat(shard.url)
     if status.st_size != shard.size:
-        raise ReplacedError(f"it has {status.st_size:,} bytes, but had {shard.size or 0:,} when the manifest was made")
+        raise ReplacedError(
+            f"the shard has {status.st_size:,} bytes, but had {shard.size or 0:,} when the manifest was made"
+        )
     return status.st_mtime_ns != shard.mtime_ns
 
 

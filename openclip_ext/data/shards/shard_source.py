@@ -221,7 +221,7 @@ class _ShardReader:
             walk.close()
 
     def _walk_to(self, number: int, index: int, walk: "_Walk | None") -> "_Walk":
-        """Return the walk through a shard, begun anew if it has passed the sample or there is none."""
+        """Return the walk through a shard: a new walk if there is none, or if it has passed the sample."""
         if walk is not None and walk.next <= index:
             return walk
         if walk is not None:

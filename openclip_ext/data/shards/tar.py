@@ -165,7 +165,7 @@ def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Memb
         if size is not None and kind not in b"xLgK":
             length = size
         if length > (min(end - data, _MAX_EXTENSION) if is_extension else end - data):
-            raise _CorruptHeaderError(f"{_member_name(header)} is cut off: it ends at byte {end}", data)
+            raise _CorruptHeaderError(f"the tar ends inside {_member_name(header)}, at byte {end}", data)
         following = data + _padded(length)
         if is_extension:
             try:
@@ -174,7 +174,7 @@ def _read_member(read_at: ReadAt, start: int, end: int, after_gap: bool) -> Memb
                 raise _CorruptHeaderError(f"broken extended header at byte {position}", following) from None
         elif kind not in b"gK":
             if after_gap and name is None and header[99]:
-                raise _CorruptHeaderError(f"the name of the member at byte {position} is lost", following)
+                raise _CorruptHeaderError(f"the full name of the member at byte {position} is lost", following)
             return Member(_member_name(header) if name is None else name, start, data, length, kind in _REGULAR_TYPES)
         position = following
 

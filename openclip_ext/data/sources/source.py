@@ -146,7 +146,7 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
     try:
         image: Image.Image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
         if max(image.size) > MAX_ASPECT * min(image.size):
-            raise ValueError(f"{image.width} x {image.height} pixels, expected a ratio of at most {MAX_ASPECT}")
+            raise ValueError(f"{image.width} x {image.height} pixels, expected an aspect ratio of at most {MAX_ASPECT}")
         image.load()
         if image.mode == "F" or image.mode.startswith("I"):
             image = Image.fromarray(_to_8_bits(np.asarray(image)))

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
     if args.pretrained is None:
         run = load_run(args.run, args.checkpoint, args.train_data, **reading)
     elif args.output is None:
-        raise UsageError("--pretrained: there is no run folder for the results: add --output FOLDER")
+        raise UsageError("--pretrained needs a folder for the results: add --output FOLDER")
     else:
         spec = DataSpec(args.train_data or str(args.run), manifest=args.manifest)
         run = load_public(args.model, args.pretrained, spec, args.output, **reading)

@@ -99,7 +99,7 @@ def read_runs(arguments: Iterable[str]) -> list[EvaluatedRun]:
             raise ValueError(f"{path} is given twice: remove one of them")
         if title in (own_names if name else named):  # only an explicit NAME marks repeats
             raise ValueError(
-                f"{path} is another run with the name {title}: give the runs different names with NAME=PATH"
+                f"{path} has the name of another run, {title}: give the runs different names with NAME=PATH"
             )
         places.add(place)
         if not name:

@@ -93,7 +93,7 @@ def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: A
         parallel.load_optimizer_state_dict(model, optimizer, saved | {"param_groups": groups})
         for group, settings in zip(optimizer.param_groups, asked, strict=True):
             if missing := settings.keys() - group.keys():
-                raise ValueError(f"it has no {', '.join(sorted(missing))}, so it belongs to another optimizer")
+                raise ValueError(f"it has no {', '.join(sorted(missing))}, so it is of a different --opt")
             group.update(settings)
     except (KeyError, ValueError) as error:
         raise UsageError(f"the optimizer state in {path} does not match this run: {error}") from error
@@ -200,4 +200,4 @@ def load_model(model: nn.Module, state_dict: dict[str, torch.Tensor], source: st
     try:
         model.load_state_dict({name.removeprefix("module."): value for name, value in state_dict.items()})
     except RuntimeError as error:
-        raise UsageError(f"{source} belongs to another model: {one_line(error)}") from error
+        raise UsageError(f"{source} has the weights of a different model: {one_line(error)}") from error

@@ -224,7 +224,9 @@ def remove_leftovers(folder: Path) -> None:
     for path in (*orphans, *folder.glob("epoch_*.state/tmp_step_*")):
         # A killed save leaves a temporary model file. Without such a file, a user may have renamed the model file.
         if any(path.glob(f"step_*/{ckpt.CHECKSUMS}")) and not path.with_suffix(".pt.tmp").exists():
-            logger.warning(f"{path} has no {path.stem}.pt next to it: undo the renaming, or remove the folder")
+            logger.warning(
+                f"{path} has no {path.stem}.pt next to it: if you renamed the checkpoint, undo it; if not, remove the folder"
+            )
         else:
             shutil.rmtree(path, ignore_errors=True)
     for unfinished in (*folder.glob("epoch_*.pt.tmp"), *folder.glob(".*.partial")):

@@ -41,7 +41,7 @@ def batch_flag(gpus: int, training_flags: list[str]) -> str:
     loss = given.loss or ("siglip" if given.siglip else "openclip")
     global_batch = recipes.get(given.recipe, loss).global_batch
     if global_batch % gpus:
-        raise ValueError(f"global batch {global_batch} is not divisible by {gpus} GPUs: use another number")
+        raise ValueError(f"global batch {global_batch} is not divisible by {gpus} GPUs: use a different number of GPUs")
     return f"--batch-size={global_batch // gpus}"
 
 

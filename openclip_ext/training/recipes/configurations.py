@@ -63,7 +63,7 @@ def words_of_run(path: str, given: Collection[str]) -> list[str]:
     """Return the arguments of the run that wrote a ``config.json``.
 
     Raise UsageError if the file cannot be read, or if an argument had a secret, which the run did not store. The flags in
-    ``given`` have other values now.
+    ``given`` replace the run's, so their secrets are not needed.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8")).get("typed")

@@ -1,4 +1,4 @@
-"""Detect and report a stopped rank. Otherwise, the other ranks would block silently in a collective for hours."""
+"""Detect and report a stopped rank, so that the remaining ranks do not block silently in a collective for hours."""
 
 import concurrent.futures
 import contextlib

@@ -17,7 +17,7 @@ _NOTABLE_SHARE = 0.05
 
 
 class RepeatReport:
-    """Logs once, after the first ``steps`` steps of a run, which share of a batch's samples repeat a caption or an image."""
+    """A log of the share of a batch's samples that repeat a caption or an image, once after a run's first ``steps`` steps."""
 
     def __init__(self, steps: int) -> None:
         self._left = steps

@@ -167,7 +167,7 @@ def fetch_checkpoints(config: RunFolderConfig) -> None:
 
 
 class Settings(NamedTuple):
-    """What a run folder says about its run: how to repeat it, and what was derived from that.
+    """Settings in a run folder: the command line that repeats the run, and what was derived from this command line.
 
     ``steps`` is the number of optimizer steps of the full run.
     """

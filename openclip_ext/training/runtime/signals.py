@@ -71,7 +71,7 @@ class SignalRequests:
     def __enter__(self) -> "SignalRequests":
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
-                "Signals do not save a checkpoint of this run, because it does not run in the process's main thread."
+                "Signals do not save a checkpoint, because this training does not run in the process's main thread."
             )
             return self
         for number in _REQUESTS:
