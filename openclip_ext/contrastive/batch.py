@@ -320,7 +320,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         if world_size > 1:
             rows = distributed.all_gather(guide.rows).reshape(world_size, 2, local_size, -1).transpose(0, 1)
             guide = replace(guide, rows=rows.reshape(2, world_size * local_size, -1))
-        negatives = _count_negatives(guide, labels, valid)
+        negatives = _count_negatives(guide, labels, valid).to(batch.dtype)
         # A sample without negatives is alike all others, so it is no negative of any of them.
         valid = valid & (negatives > 0)
         number = valid.sum(dtype=batch.dtype)

@@ -371,7 +371,7 @@ def _with_reference(plain: str, steer: bool = True, distill: float = 0.0, tables
 
 def _guided(plain: str, steer: bool = False) -> Case:
     case = _with_reference(plain, steer, tables=GUIDE_TABLES)
-    return replace(case, options=case.options | {"mask_margin": MASK_MARGIN}, tolerance=max(case.tolerance, 1e-6))
+    return replace(case, options=case.options | {"mask_margin": MASK_MARGIN})
 
 
 # Cases in which a reference model excludes likely false negatives.
