@@ -43,6 +43,7 @@ def create_loss(
     equal_captions: Literal["negative", "mask", "positive"] = ...,
     steer: bool = ...,
     distill: float = ...,
+    mask_margin: float | None = ...,
     reference_temperature: float = ...,
     eps: float = ...,
     temperature: float | None = ...,

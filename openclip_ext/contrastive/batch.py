@@ -15,6 +15,7 @@ from torch import Tensor
 
 from openclip_ext import distributed
 from openclip_ext.contrastive import log_math
+from openclip_ext.contrastive.guide import Guide
 from openclip_ext.state.sharded_table import group_count, group_mean, merge_labels
 
 
@@ -48,6 +49,7 @@ class LocalBatch:
             different.
         positives_attract: Whether samples with equal labels are positives. If not, they are only excluded from the negatives.
         hard: Embeddings of hard negatives, ``(B_local, d)``, with their autograd graph, or None.
+        guide: The reference model, if it excludes likely false negatives, or None.
     """
 
     image: Tensor
@@ -62,6 +64,7 @@ class LocalBatch:
     labels: Tensor | None = None
     positives_attract: bool = False
     hard: Tensor | None = None
+    guide: Guide | None = None
 
     @_computed_once
     def scale_ok(self) -> Tensor:
@@ -78,6 +81,7 @@ class LocalBatch:
             logit_scale=self.logit_scale.detach(),
             index=None,
             hard=None,
+            guide=None,
         )
 
 
@@ -96,7 +100,8 @@ class GatheredBatch:
         valid: ``(B,)`` bool, False for masked samples.
         ignored: ``(B,)`` bool, True for masked samples.
         count: 0-d, number of valid samples, but at least 2, so that divisions by it are finite.
-        negatives: Number of negatives of each valid anchor: 0-d, or ``(B,)`` with labels, or ``(2, B)`` with hard negatives.
+        negatives: Number of negatives of each valid anchor: 0-d, or ``(B,)`` with labels or a guide, or ``(2, B)`` with hard
+            negatives.
         logit_scale: 0-d. It is 1 if the caller's logit scale is not finite and positive.
         ok: 0-d bool, whether the batch may change the state: all features are finite, the logit scale is finite and positive,
             and at least two samples are valid, with at least two different labels if there are labels.
@@ -109,6 +114,7 @@ class GatheredBatch:
         given_labels: The labels from the caller, ``(B,)`` or ``(B, k)`` int64. They identify equal samples of other batches.
         positive_means: ``(2, B, d)``, mean of each anchor's positives on the other side. None means one positive per anchor.
         hard: Features of hard negatives, ``(B, d)``, or None.
+        guide: The reference model, if it excludes likely false negatives, or None.
     """
 
     features: Tensor
@@ -130,6 +136,7 @@ class GatheredBatch:
     given_labels: Tensor | None = None
     positive_means: Tensor | None = None
     hard: Tensor | None = None
+    guide: Guide | None = None
 
     @property
     def size(self) -> int:
@@ -174,6 +181,14 @@ class GatheredBatch:
     def local(self) -> slice:
         """Positions of this process's samples."""
         return slice(self.first, self.first + self.local_size)
+
+    def excluded(self, anchors: slice) -> Tensor | None:
+        """Return which other samples are no negatives of ``b`` anchors, ``(b, B)`` bool. None means no sample."""
+        equal = None if self.labels is None else self.labels[anchors, None] == self.labels
+        if self.guide is None:
+            return equal
+        alike = self.guide.alike(anchors)
+        return alike if equal is None else alike | equal
 
     def sample_index(self) -> Tensor:
         """Return the samples' indices ``(B,)``. Only losses with ``needs_index`` may call this."""
@@ -300,6 +315,17 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         # If one valid sample has no negative, all valid samples have the same label, so none of them has a negative.
         ok = ok & (valid & (equal < number)).any()
         valid = valid & ok
+    guide = batch.guide
+    if guide is not None:
+        if world_size > 1:
+            rows = distributed.all_gather(guide.rows).reshape(world_size, 2, local_size, -1).transpose(0, 1)
+            guide = replace(guide, rows=rows.reshape(2, world_size * local_size, -1))
+        negatives = _count_negatives(guide, labels, valid).to(batch.dtype)
+        # A sample without negatives is alike all others, so it is no negative of any of them.
+        valid = valid & (negatives > 0)
+        number = valid.sum(dtype=batch.dtype)
+        ok = ok & (number >= 2)
+        valid, count, negatives = valid & ok, number.clamp(min=2), negatives.clamp(min=1)
     ignored = ~valid
     # An in-place operation is safe here, because torch.stack has copied the features.
     features = features.to(batch.dtype).masked_fill_(ignored[:, None], 0)
@@ -328,7 +354,22 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         given_labels=given_labels,
         positive_means=positive_means,
         hard=hard,
+        guide=guide,
     )
+
+
+def _count_negatives(guide: Guide, labels: Tensor | None, valid: Tensor) -> Tensor:
+    """Return the number of valid samples that are neither equal nor alike each sample, without itself, ``(B,)``."""
+    from openclip_ext.contrastive.similarities import anchor_chunks  # which imports this module
+
+    counts = []
+    for anchors in anchor_chunks(slice(0, len(valid)), len(valid)):
+        excluded = guide.alike(anchors)
+        if labels is not None:
+            excluded |= labels[anchors, None] == labels
+        excluded.diagonal(anchors.start).fill_(True)
+        counts.append((valid & ~excluded).sum(dim=1))
+    return torch.cat(counts)
 
 
 def all_finite(features: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """A queue of the most recent embeddings, for NeuCLIP's prototypes, for queueclip and for solved temperatures."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ class EmbeddingQueue(nn.Module):
         slots: ``(capacity,)`` int64, the numbers of all rows.
         labels: ``(capacity, 2)`` int64 labels of equal samples, see :mod:`openclip_ext.contrastive.equal_captions`. None
             before :meth:`keep_labels`.
+        reference: ``(2, capacity, width)`` embeddings of the samples by a reference model, see
+            :mod:`openclip_ext.contrastive.guide`. None before :meth:`keep_reference`.
     """
 
     rows: Tensor
@@ -27,6 +30,7 @@ class EmbeddingQueue(nn.Module):
     filled: Tensor
     slots: Tensor
     labels: Tensor | None
+    reference: Tensor | None
 
     def __init__(self, capacity: int, embed_dim: int) -> None:
         super().__init__()
@@ -35,15 +39,29 @@ class EmbeddingQueue(nn.Module):
         self.register_buffer("next", torch.zeros((), dtype=torch.int64))
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
         self.register_buffer("slots", torch.arange(capacity), persistent=False)
-        self.labels = None
+        self.labels = self.reference = None
 
     def keep_labels(self) -> None:
         """Also store the labels of all samples that are added from now on."""
         del self.labels
         self.register_buffer("labels", torch.zeros(self.capacity, 2, dtype=torch.int64))
 
+    def keep_reference(self, width: int) -> None:
+        """Also store a reference model's embeddings of all samples that are added from now on."""
+        del self.reference
+        self.register_buffer("reference", torch.zeros(2, self.capacity, width))
+
+    @property
+    def compares(self) -> bool:
+        """Whether the queue knows which of its samples are no negatives of an anchor."""
+        return self.labels is not None or self.reference is not None
+
     def push(self, batch: GatheredBatch) -> None:
         candidates, positions, is_new = self._placement(batch)
+        if self.reference is not None:
+            assert batch.guide is not None
+            known = torch.where(is_new[:, None], batch.guide.rows[:, candidates], self.reference[:, positions])
+            self.reference[:, positions] = known.to(self.reference.dtype)
         if self.labels is not None:
             new = _two_labels(batch)[candidates]
             self.labels[positions] = torch.where(is_new[:, None], new, self.labels[positions])
@@ -57,15 +75,15 @@ class EmbeddingQueue(nn.Module):
         """Return which rows each anchor excludes after :meth:`push`. Call this method before ``push``.
 
         The result is None, or a function of a slice of ``b`` anchors that returns ``(b, capacity)`` bool. An anchor excludes
-        other samples that share one of its labels, and with ``leave_own_out`` also its own row.
+        other samples that :meth:`equal` it, and with ``leave_own_out`` also its own row.
         """
-        if self.labels is None and not leave_own_out:
+        if not self.compares and not leave_own_out:
             return None
         assigned = self.assigned_rows(batch)
 
         def of_anchors(anchors: slice) -> Tensor:
             own = assigned[anchors, None] == self.slots
-            if self.labels is None:
+            if not self.compares:
                 return own
             equal = self.equal(batch, anchors)
             return equal | own if leave_own_out else equal & ~own
@@ -73,9 +91,16 @@ class EmbeddingQueue(nn.Module):
         return of_anchors
 
     def equal(self, batch: GatheredBatch, anchors: slice) -> Tensor:
-        """Return which rows share a label with each of ``b`` anchors, ``(b, capacity)`` bool. Needs :meth:`keep_labels`."""
-        assert self.labels is not None
-        return (_two_labels(batch)[anchors, None] == self.labels).any(dim=2)
+        """Return which rows share a label with each of ``b`` anchors, or are alike it, ``(b, capacity)`` bool."""
+        alike = None
+        if self.reference is not None:
+            assert batch.guide is not None
+            alike = batch.guide.alike(anchors, replace(batch.guide, rows=self.reference.to(batch.guide.rows.dtype)))
+        if self.labels is None:
+            assert alike is not None, "the queue compares no samples"
+            return alike
+        equal = (_two_labels(batch)[anchors, None] == self.labels).any(dim=2)
+        return equal if alike is None else equal | alike
 
     def assigned_rows(self, batch: GatheredBatch) -> Tensor:
         """Return the row ``(B,)`` int64 that :meth:`push` assigns to each sample; −1 for samples that are not added."""

@@ -24,12 +24,13 @@ from openclip_ext.contrastive import log_math
 from openclip_ext.contrastive.batch import ContrastStats, LocalBatch, gather_batch
 from openclip_ext.contrastive.checks import without_autocast
 from openclip_ext.contrastive.equal_captions import NEGATIVE, POSITIVE, read_labels
+from openclip_ext.contrastive.guide import Guide
 from openclip_ext.contrastive.hard_negatives import HardNegatives
 from openclip_ext.contrastive.loss import HARD_NEGATIVES, ContrastiveLoss
 from openclip_ext.contrastive.normalizer import Estimate, Normalizer
 from openclip_ext.contrastive.objectives import Objective
 from openclip_ext.contrastive.similarities import Similarities
-from openclip_ext.contrastive.steering import distill, report, with_reference
+from openclip_ext.contrastive.steering import distill, read_reference, report, with_reference
 from openclip_ext.contrastive.temperature import TemperatureScheme
 
 _QUANTILES = (0.1, 0.5, 0.9)
@@ -68,6 +69,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         objective, normalizer, temperature: The three parts of the loss.
         embed_dim, num_samples: Embedding dimension and size of the data set. None means that no part of the loss needs it.
         reference_dim, steer, distill, reference_temperature: See :mod:`openclip_ext.contrastive.steering`.
+        mask_margin: See :mod:`openclip_ext.contrastive.guide`. None (default) means that all negatives count.
         equal_captions: See :mod:`openclip_ext.contrastive.equal_captions`.
 
     Raises:
@@ -87,6 +89,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         steer: bool = True,
         distill: float = 0.0,
         reference_temperature: float = 0.01,
+        mask_margin: float | None = None,
     ) -> None:
         super().__init__()
         reason = incompatibility(type(objective), type(normalizer), type(temperature))
@@ -105,6 +108,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             normalizer.keep_labels()
             temperature.keep_labels()
         self.reference_dim, self.steers = reference_dim, steer and reference_dim > 0
+        self.mask_margin = mask_margin if reference_dim else None
+        if self.mask_margin is not None:
+            normalizer.keep_reference(reference_dim)
+            temperature.keep_reference(reference_dim)
         self.accepts_hard_negatives = self.views == 1 and not self.steers  # hard negatives have no reference embeddings
         self.distill, self.reference_temperature = distill, reference_temperature
         self.objective = objective
@@ -130,9 +137,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         batch = replace(self._add_labels(batch, outputs), hard=outputs.get(HARD_NEGATIVES))
         steered = batch
         if self.reference_dim:
-            steered = with_reference(batch, outputs.get("reference"), self.reference_dim)
+            reference = read_reference(outputs.get("reference"), batch, self.reference_dim)
+            steered = with_reference(batch, reference)
             if self.steers:
                 batch = steered
+            if self.mask_margin is not None:
+                batch = replace(batch, guide=Guide(reference, self.mask_margin))
         learns_own = self.training and self.temperature.learns_own
         with torch.no_grad():
             stats, similarities = self._contrast(batch, gather=not self.normalizer.contrasts_locally)
@@ -331,7 +341,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             return self.temperature.temperatures(gathered)[:, gathered.local]
 
     def _steered(self, batch: LocalBatch, reference: tuple[Tensor, Tensor] | None) -> LocalBatch:
-        return with_reference(batch, reference, self.reference_dim) if self.steers else batch
+        return with_reference(batch, read_reference(reference, batch, self.reference_dim)) if self.steers else batch
 
     def start_epoch(self, epoch: int) -> None:
         is_new = epoch != self.epoch

@@ -70,6 +70,9 @@ class Normalizer(nn.Module):
     def keep_labels(self) -> None:
         """Prepare for batches with labels of equal samples. Called once by a loss with ``equal_captions``."""
 
+    def keep_reference(self, width: int) -> None:
+        """Prepare for batches with a guide of this embedding dimension. Called once by a loss with ``mask_margin``."""
+
     def start_epoch(self, epoch: int) -> None:
         """Start a new epoch. Not called at the start of epoch 0 or after a resume in mid-epoch: read ``batch.epoch`` there."""
 

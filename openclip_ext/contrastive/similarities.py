@@ -42,7 +42,7 @@ class Similarities:
     """Similarities of a batch at the anchors' temperatures ``tau``, ``(2, B)``.
 
     Pairs that are not negatives have the similarity :data:`MASKED_SIMILARITY`: an anchor and its positive, samples with equal
-    labels, and pairs with a masked sample.
+    labels, samples that a reference model finds alike, and pairs with a masked sample.
     """
 
     def __init__(self, batch: GatheredBatch, tau: Tensor) -> None:
@@ -129,8 +129,8 @@ class _Chunk:
         self._terms: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.values = values = batch.features[side, anchors] @ batch.features[1 - side].T
         values.masked_fill_(batch.ignored[anchors, None] | batch.ignored, MASKED_SIMILARITY)
-        if batch.labels is not None:
-            values.masked_fill_(batch.labels[anchors, None] == batch.labels, MASKED_SIMILARITY)
+        if (excluded := batch.excluded(anchors)) is not None:
+            values.masked_fill_(excluded, MASKED_SIMILARITY)
         values.diagonal(anchors.start).fill_(MASKED_SIMILARITY)
 
     def _exponents(self, dim: int) -> Tensor:

@@ -91,6 +91,9 @@ class SolvedTemperature(TemperatureScheme):
     def keep_labels(self) -> None:
         self.queue.keep_labels()
 
+    def keep_reference(self, width: int) -> None:
+        self.queue.keep_reference(width)
+
     def solve(self, stats: ContrastStats) -> None:
         """Move ``log τ`` towards the solution for this batch, then push the batch into the queue."""
         batch = stats.batch
@@ -105,7 +108,7 @@ class SolvedTemperature(TemperatureScheme):
     def _move(self, log_tau: Tensor, batch: GatheredBatch) -> Tensor:
         similarities = (batch.features[:, :_ANCHORS] @ self.queue.rows.transpose(1, 2)).flatten(0, 1)
         weights, negatives = batch.sample_weight[:_ANCHORS].repeat(2), None
-        if self.queue.labels is not None:
+        if self.queue.compares:
             excluded = self.queue.equal(batch, slice(0, _ANCHORS)).repeat(2, 1)
             similarities.masked_fill_(excluded, MASKED_SIMILARITY)
             negatives = (~excluded).sum(dim=1)

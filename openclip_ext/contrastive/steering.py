@@ -27,11 +27,10 @@ _REPORTED = 512
 _SMALLEST_NORM = 1e-12
 
 
-def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
-    """Return the batch with the reference's features before the model's: ``[ê1; e1]`` and ``[−ê2; e2]``.
+def read_reference(reference: Any, batch: LocalBatch, width: int) -> Tensor:
+    """Return the reference's image and text embeddings of a batch, ``(2, B_local, width)``, on its device and in its dtype.
 
-    ``reference`` contains the reference's image and text embeddings ``(B_local, width)``. A row of zeros means that the
-    reference could not read the sample. Such a sample is masked. Raise ValueError for wrong shapes.
+    ``reference`` contains them, ``(B_local, width)`` each. Raise ValueError for wrong shapes.
     """
     expected = (len(batch.image), width)
     if reference is None or [tuple(side.shape) for side in reference] != [expected, expected]:
@@ -39,7 +38,16 @@ def with_reference(batch: LocalBatch, reference: Any, width: int) -> LocalBatch:
         raise ValueError(
             f"reference: expected the reference model's embeddings of images and of texts, {expected} each, found {found}"
         )
-    image, text = (side.detach().to(batch.image.device, batch.dtype, non_blocking=True) for side in reference)
+    return torch.stack([side.detach().to(batch.image.device, batch.dtype, non_blocking=True) for side in reference])
+
+
+def with_reference(batch: LocalBatch, reference: Tensor) -> LocalBatch:
+    """Return the batch with the reference's features before the model's: ``[ê1; e1]`` and ``[−ê2; e2]``.
+
+    ``reference`` ``(2, B_local, width)`` contains ``ê1`` and ``ê2``. A row of zeros means that the reference could not read
+    the sample. Such a sample is masked.
+    """
+    image, text = reference
     return replace(
         batch,
         image=torch.cat([image, batch.image.to(batch.dtype)], dim=1),

@@ -60,6 +60,9 @@ class TemperatureScheme(nn.Module):
     def keep_labels(self) -> None:
         """Prepare for batches with labels of equal samples. Called once by a loss with ``equal_captions``."""
 
+    def keep_reference(self, width: int) -> None:
+        """Prepare for batches with a guide of this embedding dimension. Called once by a loss with ``mask_margin``."""
+
     def rho(self, epoch: int | Tensor) -> float | Tensor | None:
         """Return the weight of the regularizer in an epoch; None if :attr:`regularized` is False."""
         return None

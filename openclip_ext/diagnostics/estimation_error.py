@@ -243,9 +243,10 @@ def refuse_without_normalizers(loss: ContrastiveLoss) -> None:
         raise ValueError(
             "a loss with steer=True is not supported, because the normalizers depend on the reference model"
         )
-    if loss.needs_positives:
+    if loss.needs_positives or getattr(loss, "mask_margin", None) is not None:
+        option = "equal_captions=mask or positive" if loss.needs_positives else "mask_margin"
         raise ValueError(
-            "a loss with equal_captions=mask or positive is not supported, because its normalizers exclude equal captions"
+            f"a loss with {option} is not supported, because its normalizers exclude some of the other samples"
         )
 
 

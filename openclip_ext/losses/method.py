@@ -141,6 +141,12 @@ class ReferencePart(Part):
         "with a reference model: weight of the cross entropy between the two models' softmax distributions over the batch",
         minimum=0.0,
     )
+    mask_margin: float | None = option(
+        None,
+        "with a reference model: two samples are no negatives of each other if the reference's similarity of one's image and "
+        "the other's text is above those of their own pairs minus this margin, such as 0.2; none: all samples are",
+        minimum=0.0,
+    )
     reference_temperature: float = option(
         0.01,
         "temperature of the reference model's softmax, for --distill; the training program's default is the reference "

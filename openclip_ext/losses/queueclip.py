@@ -67,6 +67,9 @@ class QueueNormalizer(Normalizer):
     def keep_labels(self) -> None:
         self.queue.keep_labels()
 
+    def keep_reference(self, width: int) -> None:
+        self.queue.keep_reference(width)
+
     def step(self, stats: ContrastStats) -> Estimate:
         excluded = self.queue.excluded(stats.batch, self.leave_own_out)
         self.queue.push(stats.batch)

@@ -103,8 +103,9 @@ def _parse(argv: list[str]) -> Config:
     flags = vars(args)
     options = parsing.take_loss_options(flags)
     if args.reference is not None:
-        if not options.setdefault("steer", True) and not options.get("distill"):
-            raise OptionError("distill", "steer=False: --reference then has no effect without distill=")
+        used = options.setdefault("steer", True) or options.get("distill") or options.get("mask_margin") is not None
+        if not used:
+            raise OptionError("distill", "steer=False: --reference then has no effect without distill= or mask_margin=")
     elif given := sorted(REFERENCE_OPTIONS & options.keys()):
         raise OptionError(given[0], f"{given[0]}=: needs --reference FOLDER, which openclip-ext embed writes")
     return Config(_repeatable(typed, parser.flags), flags, args.loss, options, by_pairs)

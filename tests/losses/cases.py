@@ -335,6 +335,11 @@ REFERENCE_TABLES = tuple(
     unit(torch.randn(SAMPLES, REFERENCE_WIDTH, generator=torch.Generator().manual_seed(side), dtype=torch.float64))
     for side in (0, 1)
 )
+# The same of a reference model that finds some samples alike.
+_random = torch.Generator().manual_seed(3)
+_images = unit(torch.randn(SAMPLES, REFERENCE_WIDTH, generator=_random, dtype=torch.float64))
+_noise = torch.randn(SAMPLES, REFERENCE_WIDTH, generator=_random, dtype=torch.float64)
+GUIDE_TABLES, MASK_MARGIN = (_images, unit(_images + 0.2 * _noise)), 0.25
 
 
 def reference_of(loss: ContrastiveLoss, index: Iterable[int], unread: Iterable[int] = ()) -> dict[str, Any]:
@@ -346,16 +351,17 @@ def reference_of(loss: ContrastiveLoss, index: Iterable[int], unread: Iterable[i
         return {}
     rows = list(index)
     read = torch.tensor([[row not in unread] for row in rows])
-    return {"reference": tuple(table[rows] * read for table in REFERENCE_TABLES)}
+    tables = REFERENCE_TABLES if getattr(loss, "mask_margin", None) is None else GUIDE_TABLES
+    return {"reference": tuple(table[rows] * read for table in tables)}
 
 
-def _with_reference(plain: str, steer: bool = True, distill: float = 0.0) -> Case:
+def _with_reference(plain: str, steer: bool = True, distill: float = 0.0, tables: Any = REFERENCE_TABLES) -> Case:
     case = CASES[plain]
     ours = {"steer": steer, "distill": distill, "reference_temperature": 0.2}
 
     def reference(loss: ContrastiveLoss) -> Any:
         learns = loss.learns_logit_scale
-        return steering.WithReference(case.reference(loss), REFERENCE_TABLES, steer, distill, 0.2, learns)
+        return steering.WithReference(case.reference(loss), tables, steer, distill, 0.2, learns)
 
     tolerance = max(case.tolerance, 1e-7)  # because gradients are larger with a reference model
     return replace(
@@ -363,14 +369,34 @@ def _with_reference(plain: str, steer: bool = True, distill: float = 0.0) -> Cas
     )
 
 
-# Cases with a reference model. Tests of these cases must pass its embeddings in each call.
-STEERED = {
-    f"{name}-steered": _with_reference(name)
-    for name in ("fastclip", "fastclip-v2", "scent", "amorlip", "tempnet", "neuclip", "queueclip", "sogclr-solved")
+def _guided(plain: str, steer: bool = False) -> Case:
+    case = _with_reference(plain, steer, tables=GUIDE_TABLES)
+    return replace(case, options=case.options | {"mask_margin": MASK_MARGIN})
+
+
+# Cases in which a reference model excludes likely false negatives.
+GUIDED = {
+    f"{name}-guided": _guided(name)
+    for name in ("fastclip", "fastclip-mask", "amorlip", "neuclip", "queueclip", "queueclip-mask", "queueclip-few")
 } | {
-    "fastclip-distilled": _with_reference("fastclip", steer=False, distill=0.3),
-    "queueclip-steered-distilled": _with_reference("queueclip", distill=0.3),
+    "queueclip-steered-guided": _guided("queueclip", steer=True),
+    "sogclr-solved-guided": _guided("sogclr-solved"),
+    "openclip-learned-guided": _guided("openclip-learned"),
 }
+
+
+# Cases with a reference model. Tests of these cases must pass its embeddings in each call.
+STEERED = (
+    {
+        f"{name}-steered": _with_reference(name)
+        for name in ("fastclip", "fastclip-v2", "scent", "amorlip", "tempnet", "neuclip", "queueclip", "sogclr-solved")
+    }
+    | {
+        "fastclip-distilled": _with_reference("fastclip", steer=False, distill=0.3),
+        "queueclip-steered-distilled": _with_reference("queueclip", distill=0.3),
+    }
+    | GUIDED
+)
 
 
 # Cases that also run with hard negatives.

@@ -38,7 +38,7 @@ def updated(text: str) -> str:
 
 
 # Options that no table explains: flags of OpenCLIP, and options in equal-captions.md, reference-model.md or scale.md.
-ELSEWHERE = ("equal_captions", "steer", "distill", "reference_temperature", "epochs", "seed")
+ELSEWHERE = ("equal_captions", "steer", "distill", "mask_margin", "reference_temperature", "epochs", "seed")
 # The defaults of PARTS are in the first table of docs/methods/README.md.
 # Options that are explained in the table of shared options in docs/methods/README.md, not in the tables of the losses.
 SHARED = (
