@@ -7,6 +7,7 @@ import torch
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
 from tests.losses.cases import (
+    STEERED,
     Step,
     add_hard_negatives,
     assert_close,
@@ -43,10 +44,10 @@ def _head_of(loss: ContrastiveLoss) -> list[torch.Tensor]:
     return [] if head is None else list(head.parameters())
 
 
-@pytest.mark.parametrize("name", [*kinds(), "cliplite"])
+@pytest.mark.parametrize("name", [*kinds(), "cliplite", "queueclip-guided"])
 @pytest.mark.parametrize("spoil", SPOIL.values(), ids=SPOIL)
 def test_a_bad_batch_does_not_change_the_state(name: str, spoil: Callable[[Step], None]) -> None:
-    loss = create_any(name)
+    loss = STEERED[name].create() if name in STEERED else create_any(name)
     steps = make_steps()
     for step in steps[:2]:
         run_step(loss, step)
