@@ -87,7 +87,9 @@ def test_a_later_shard_without_a_usable_sample_is_an_error(tmp_path: Path, worke
         numbers(build(str(tmp_path / "*.tar"), workers=workers))
     (csv := tmp_path / "empty.csv").write_text("filepath\ttitle\n" + "empty.jpg\tsample 0\n" * 3)
     (tmp_path / "empty.jpg").touch()
-    with pytest.raises(BadDataError, match=r"the data set has no usable sample: sample 0: the image does not decode"):
+    with pytest.raises(
+        BadDataError, match=r"the data set has no usable sample: sample 0: empty.jpg: the image does not decode"
+    ):
         numbers(build(str(csv), workers=workers))
 
 

@@ -21,7 +21,7 @@ from tests.losses.cases import (
     run_step,
 )
 from tests.references.contrastive import equal_captions, hard_negatives
-from tests.references.guide import samples
+from tests.references.likely_false_negatives import samples
 from tests.references.steering import without_reference
 
 
