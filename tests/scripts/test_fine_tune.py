@@ -57,12 +57,19 @@ def test_rates_are_chosen_with_the_first_seed_then_rehearsal_then_other_seeds():
     assert len(order) == len(set(order)) == 10 * 6  # ten families at four rates, and the best with two more seeds
 
 
-def test_the_page_has_the_table_of_the_published_rows(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [
+        ("fine-tune", fine_tune.ALL),
+        ("fine-tune-small-temperature", fine_tune.Methods(fine_tune.TEMPERATURES, {}, fine_tune.RATES[:3])),
+    ],
+)
+def test_the_page_has_the_table_of_the_published_rows(tmp_path: Path, name: str, methods: fine_tune.Methods):
     root = Path(__file__).parents[2]
-    rows = read_results(root / "docs" / "benchmarks" / "icons" / "fine-tune.jsonl")
+    rows = read_results(root / "docs" / "benchmarks" / "icons" / f"{name}.jsonl")
     about = {name: next(iter(rows.values()))[name] for name in ("data", "model", "schedule", "batch_size", "epochs")}
     page = (root / "docs" / "fine-tuning.md").read_text(encoding="utf-8").replace("**", "").replace("`", "")
-    for line in fine_tune.table(about, rows).splitlines()[2:]:
+    for line in fine_tune.table(about, rows, methods).splitlines()[2:]:
         name, _, _, _, *scores = (cell.strip() for cell in line.strip("|").split("|"))
         assert f"| {name} | {' | '.join(scores)} |" in page
     fine_tune.draw(about, rows, tmp_path / "figure.png")
