@@ -23,7 +23,6 @@ from openclip_ext.training.checkpoint import restoring, saving
 from openclip_ext.training.checkpoint.finding import Start
 from openclip_ext.training.checks import check_combination, doubtful_settings, other_batch, slow_precision
 from openclip_ext.training.config import Config, RunPlan
-from openclip_ext.training.image_features import FrozenTower, accept_features
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
 from openclip_ext.training.runtime import run_folder
 from openclip_ext.training.runtime.reporting import Reporter
@@ -61,14 +60,7 @@ def build(
     # A pretrained tag can change the preprocessing. Evaluations and exports use the flags in the run folder.
     flags = plan.stored_flags | compat.changed_preprocessing(built.model)
     if plan.model.image_features is not None:
-        tower = FrozenTower(built.model, compat.embedding_dim(plan.model.name, built.model))
-        if has_values:
-            of_tower = replace(built, model=tower), tower.frozen
-            source.image_features = _embedded(
-                plan, *of_tower, source, Path(plan.model.image_features), "--image-features"
-            )
-        if tower.projection is not None:
-            accept_features(built.model.visual)
+        _store_image_features(plan, built, source, Path(plan.model.image_features), has_values)
     if plan.data.reference == START:
         assert folder is not None, "checked with the flags"
         source.reference = _embedded(plan, built, built.model, source, folder / "reference", "--reference")
@@ -139,6 +131,20 @@ def build(
         tasks=tasks,
         position=position,
     )
+
+
+def _store_image_features(
+    plan: RunPlan, built: models.BuiltModel, source: Source, output: Path, has_values: bool
+) -> None:
+    """Let a source give features of the frozen part of the image tower instead of images, and the model take them."""
+    from openclip_ext.training.image_features import FrozenTower, accept_features
+
+    tower = FrozenTower(built.model, compat.embedding_dim(plan.model.name, built.model))
+    if has_values:
+        of_tower = replace(built, model=tower)
+        source.image_features = _embedded(plan, of_tower, tower.frozen, source, output, "--image-features")
+    if tower.projection is not None:
+        accept_features(built.model.visual)
 
 
 def _embedded(
