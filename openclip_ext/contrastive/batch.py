@@ -184,11 +184,7 @@ class GatheredBatch:
 
     def excluded(self, anchors: slice) -> Tensor | None:
         """Return which other samples are no negatives of ``b`` anchors, ``(b, B)`` bool. None means no sample."""
-        equal = None if self.labels is None else self.labels[anchors, None] == self.labels
-        if self.guide is None:
-            return equal
-        alike = self.guide.alike(anchors)
-        return alike if equal is None else alike | equal
+        return _equal_or_alike(self.labels, self.guide, anchors)
 
     def sample_index(self) -> Tensor:
         """Return the samples' indices ``(B,)``. Only losses with ``needs_index`` may call this."""
@@ -358,15 +354,23 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
     )
 
 
+def _equal_or_alike(labels: Tensor | None, guide: Guide | None, anchors: slice) -> Tensor | None:
+    """Return which samples have the label of each of ``b`` anchors or are alike it, ``(b, B)`` bool; None without both."""
+    equal = None if labels is None else labels[anchors, None] == labels
+    if guide is None:
+        return equal
+    alike = guide.alike(anchors)
+    return alike if equal is None else alike | equal
+
+
 def _count_negatives(guide: Guide, labels: Tensor | None, valid: Tensor) -> Tensor:
     """Return the number of valid samples that are neither equal nor alike each sample, without itself, ``(B,)``."""
     from openclip_ext.contrastive.similarities import anchor_chunks  # which imports this module
 
     counts = []
     for anchors in anchor_chunks(slice(0, len(valid)), len(valid)):
-        excluded = guide.alike(anchors)
-        if labels is not None:
-            excluded |= labels[anchors, None] == labels
+        excluded = _equal_or_alike(labels, guide, anchors)
+        assert excluded is not None, "there is a guide"
         excluded.diagonal(anchors.start).fill_(True)
         counts.append((valid & ~excluded).sum(dim=1))
     return torch.cat(counts)

@@ -144,7 +144,7 @@ class ReferencePart(Part):
     mask_margin: float | None = option(
         None,
         "with a reference model: two samples are no negatives of each other if the reference's similarity of one's image and "
-        "the other's text is above those of their own pairs minus this margin, such as 0.2; none: all samples are",
+        "the other's text is above those of their own pairs minus this margin, such as 0.2; none: all samples are negatives",
         minimum=0.0,
     )
     reference_temperature: float = option(
