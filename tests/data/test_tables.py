@@ -97,7 +97,7 @@ def test_class_folders_have_captions_of_a_template(tmp_path):
     assert found == {"a picture of my coffee mug", "a picture of my kettle"}
 
 
-def test_class_folders_have_every_image_below_a_folder_and_name_a_broken_one(tmp_path):
+def test_class_folders_have_every_image_below_a_folder_and_name_a_broken_one(tmp_path, caplog):
     folder = Path(write_class_folders(tmp_path))
     for place in ("kettle/2024/test_1.PNG", "kettle/train_2.png", "größe 2/val.png"):
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,9 @@ def test_class_folders_have_every_image_below_a_folder_and_name_a_broken_one(tmp
     for ignored in ("kettle/.hidden.png", "kettle/notes.txt", "readme.txt"):
         (folder / ignored).write_bytes(picture(0))
     (folder / "empty").mkdir()
+    (folder / "beside.png").write_bytes(picture(0))
     source = TableSource(str(folder), template="{}")
+    assert "beside.png" in caplog.text and "readme.txt" not in caplog.text
     found, bad = [], []
     for row in range(source.num_samples):
         try:

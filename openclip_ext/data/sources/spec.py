@@ -179,5 +179,10 @@ def images_below(folder: str) -> Iterator[str]:
     for place, folders, files in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
-            if not name.startswith(".") and name.lower().endswith(IMAGE_FILE_ENDINGS):
+            if is_image_file(name):
                 yield os.path.join(place, name)
+
+
+def is_image_file(name: str) -> bool:
+    """Return whether the name of a file is that of an image, and is not hidden."""
+    return not name.startswith(".") and name.lower().endswith(IMAGE_FILE_ENDINGS)

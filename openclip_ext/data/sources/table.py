@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.cli.options import nearest
 from openclip_ext.data.sources.keys import CAPTION_COLUMNS, DATA_FORMATS, IMAGE_COLUMNS
 from openclip_ext.data.sources.rows import RowSource
-from openclip_ext.data.sources.spec import TABLE_LOADERS, class_folders, images_below, is_saved
+from openclip_ext.data.sources.spec import TABLE_LOADERS, class_folders, images_below, is_image_file, is_saved
+
+logger = get_logger(__name__)
 
 
 class TableSource(RowSource):
@@ -124,6 +127,13 @@ def _load_class_folders(path: str) -> Any:
 
     listed = ((name, list(images_below(os.path.join(path, name)))) for name in class_folders(path))
     images = {name: files for name, files in listed if files}
+    if unused := sorted(name for name in os.listdir(path) if is_image_file(name)):
+        logger.warning(
+            "%s: the %d images beside the class folders, such as %s, have no class and are not used",
+            path,
+            len(unused),
+            unused[0],
+        )
     columns = {
         "image": [file for files in images.values() for file in files],
         "label": [number for number, files in enumerate(images.values()) for _ in files],
