@@ -1,5 +1,6 @@
 """Mixes of a run's initial and trained weights (WiSE-FT, Wortsman et al. 2022), and the choice among them."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,9 +132,11 @@ def score_mixes(
     for weight in ALPHAS:
         model.load_state_dict(mixed(initial, trained, weight))
         model.eval()
-        for scheduled in tasks:
-            assert isinstance(scheduled.task, ScoredTask)
-            scores.setdefault(scheduled.task, {})[weight] = scheduled.task.measure(scheduled.encoder(model))[1]
+        # The first mix has already named the samples that do not decode.
+        with command_line.without_warnings() if scores else contextlib.nullcontext():
+            for scheduled in tasks:
+                assert isinstance(scheduled.task, ScoredTask)
+                scores.setdefault(scheduled.task, {})[weight] = scheduled.task.measure(scheduled.encoder(model))[1]
     values = {of: {weight: score.value for weight, score in found.items()} for of, found in scores.items()}
     own = _mean([found for of, found in values.items() if of.is_own])
     choice = choose(own, _mean([found for of, found in values.items() if not of.is_own]), at_least)

@@ -10,6 +10,7 @@ from typing import Any
 import open_clip
 import pytest
 import torch
+from PIL import Image
 
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.shapes.write import ShapesConfig, write_shards
@@ -116,6 +117,21 @@ def test_the_curve_has_the_accuracy_of_each_mix(whole, tmp_path, capsys):
         lines = capsys.readouterr().out.splitlines()
         found[weights] = dict(line.split(maxsplit=1) for line in lines if line.startswith(("0 ", "1 ")))
     assert found["0,1"]["1"] == found["1"]["1"] != found["0,1"]["0"]
+
+
+def test_the_mixes_name_a_broken_image_once(start, shards, tmp_path, caplog):
+    rows = [("filepath", "title")]
+    for number, color in enumerate(("red", "green", "blue", "yellow", "black", "white")):
+        Image.new("RGB", (32, 32), color).save(tmp_path / f"{number}.png")
+        rows.append((str(tmp_path / f"{number}.png"), color))
+    (tmp_path / "3.png").write_bytes(b"broken")
+    with open(tmp_path / "val.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    val = ["--val-data", str(tmp_path / "val.csv"), "--val-frequency", "2", "--workers", "0"]
+    folder = runs.train(shards, tmp_path, "run", "openclip", "--pretrained", str(start), *val)
+    assert all(len(scores) == len(ALPHAS) for scores in scores_of(folder)["scores"].values())
+    # By the first score, the score of the last epoch, and the first mix.
+    assert sum("3.png" in message for message in caplog.messages) == 3
 
 
 def test_initial_weights_that_are_not_found_are_explained(start, whole, shards, tmp_path, caplog):
@@ -240,8 +256,6 @@ def test_own_classes_have_the_accuracy_of_stock_openclip(start, shards, tmp_path
         csv.writer(file).writerows(rows)
     model, _, preprocess = open_clip.create_model_and_transforms(SMALL_MODEL, pretrained=str(start))
     tokenizer = open_clip.get_tokenizer(SMALL_MODEL)
-    from PIL import Image
-
     with torch.no_grad():
         pixels = torch.stack([preprocess(Image.open(path).convert("RGB")) for path, _ in rows[1:]])
         texts = model.encode_text(tokenizer([f"a photo of a {color}" for color in colors]), normalize=True)
