@@ -59,7 +59,13 @@ def prepare_for(loss: ContrastiveLoss, model: nn.Module, is_trained: bool = Fals
                 f"{type(loss).__name__} trains a bias: expected a model with the parameter logit_bias, such as OpenCLIP's "
                 f"with init_logit_bias={loss.initial_logit_bias:g}"
             )
-        if not keeps_own:
+        # OpenCLIP loads weights without a bias with a bias of 0, which destroys the model in the first steps.
+        lacks_bias = keeps_own and logit_bias.item() == 0
+        if lacks_bias and distributed.is_rank0():
+            logger.info(
+                f"The pretrained weights have no logit_bias: it begins at {loss.initial_logit_bias:g}, as in a new model."
+            )
+        if lacks_bias or not keeps_own:
             with torch.no_grad():
                 logit_bias.fill_(loss.initial_logit_bias)
     if keeps_own:
