@@ -174,15 +174,44 @@ def create_model(
 
     if siglip_start:
         options |= SIGLIP_START
+    # OpenCLIP does not load weights with a bias into a model without one.
+    leaves_out_bias = (
+        not siglip_start
+        and pretrained is not None
+        and has_logit_bias(Path(pretrained))
+        and (architecture(name, options.get("cache_dir")) or {}).get("init_logit_bias") is None
+    )
+    if leaves_out_bias:
+        options["init_logit_bias"] = 0.0
     built = open_clip.create_model_and_transforms(
         name, pretrained, precision=precision, device=device, output_dict=True, **options
     )
+    if leaves_out_bias:
+        built[0].logit_bias = None
+        logger.info(f"The logit_bias in {pretrained} is left out. Only --loss siglip uses it.")
     decoder = getattr(built[0], "text_decoder", None)
     if decoder is not None and not (pretrained or hub_weights(name, options.get("cache_dir"))):
         # OpenCLIP 3.3 has an initialization with this formula, but never calls it.
         torch.nn.init.normal_(decoder.text_projection, std=decoder.width**-0.5)
         logger.info("text_decoder.text_projection is initialized here, because OpenCLIP leaves it uninitialized")
     return built
+
+
+def has_logit_bias(path: Path) -> bool:
+    """Return whether a file has weights with the bias of the sigmoid loss. False if its format cannot be read here."""
+    import torch
+    from safetensors import safe_open
+
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                names = {*file.keys()}
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            names = {*content.get("state_dict", content)}
+    except Exception:  # such as a tag, old formats and scripted models; OpenCLIP loads or rejects them later
+        return False
+    return not names.isdisjoint({"logit_bias", "module.logit_bias"})
 
 
 def architecture(name: str, cache_dir: str | None) -> dict[str, Any] | None:

@@ -13,7 +13,6 @@ from typing import Any
 import open_clip
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
@@ -147,7 +146,7 @@ def _create(
     name: str, source: str | None, is_file: bool, is_of_run: bool, options: dict[str, Any], precision: str
 ) -> tuple[Any, Callable[[Any], Tensor], Callable[[list[str]], Tensor]]:
     """Return the model with its weights, its transform and its tokenizer."""
-    if source is not None and is_file and _weight_names(Path(source)) & {"logit_bias", "module.logit_bias"}:
+    if source is not None and is_file and compat.has_logit_bias(Path(source)):
         # OpenCLIP's configurations lack the bias of the sigmoid loss, so strict loading would reject the checkpoint.
         options = {"init_logit_bias": 0.0, **options}
     # In two cases, the file is loaded after OpenCLIP has created the model. OpenCLIP ignores a file for hf-hub: and local-dir:
@@ -211,18 +210,6 @@ def _version(checkpoint: str | None) -> tuple[int, int]:
     """Return numbers that change if a checkpoint file is replaced."""
     status = Path(checkpoint or "").stat()
     return status.st_ino, status.st_mtime_ns
-
-
-def _weight_names(path: Path) -> set[str]:
-    """Return the names of a checkpoint's weights; an empty set if the file's format cannot be read here."""
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                return {*file.keys()}
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return {*content.get("state_dict", content)}
-    except Exception:  # such as old formats and scripted models; OpenCLIP loads or rejects the file later
-        return set()
 
 
 def flags_of_run(source: str | Path | None) -> dict[str, Any]:

@@ -72,8 +72,6 @@ REST = {
     # A ResNet has no layers for adapters.
     "openclip, adapters of the text tower": "--loss openclip --lora-rank 8 --lora-targets text",
 }
-# Where the start has a small temperature, as released models have: is it better to keep it?
-TEMPERATURES = FIRST | {"queueclip, constant temperature": "--loss queueclip --temperature-scheme constant"}
 _FLAGS = "--warmup 0.1 --wd 0.1 --precision fp32 --device cpu --workers 0 --save-frequency 0 --no-before-after"
 _CPU = torch.device("cpu")
 # Shares of the start's kept score at which methods are compared.
@@ -115,6 +113,16 @@ class Methods:
 
 
 ALL = Methods(FIRST, REST, RATES)
+# What else can be compared, at the three smaller rates.
+COMPARISONS = {
+    "methods": ALL,
+    # A start with a small temperature, as released models have: is it better to keep it?
+    "temperatures": Methods(
+        FIRST | {"queueclip, constant temperature": "--loss queueclip --temperature-scheme constant"}, {}, RATES[:3]
+    ),
+    # A start that the sigmoid loss has trained: is it better to go on with this loss?
+    "siglip": Methods({"siglip": "--loss siglip"} | FIRST, {}, RATES[:3]),
+}
 
 
 def runs_of(
@@ -309,8 +317,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--runs", type=output_path, default=Path("runs"), help="folder of unfinished runs")
     parser.add_argument("--commit", help="commit of the code, if the folder is no repository")
     parser.add_argument("--most", type=int, default=sys.maxsize, help="stop when the file has so many rows")
-    help = "compare the temperatures of queueclip instead of the methods, at the three smaller rates"
-    parser.add_argument("--temperatures", action="store_true", help=help)
+    parser.add_argument("--compare", choices=COMPARISONS, default="methods", help="what to compare (default: methods)")
     parser.add_argument("--table", action="store_true", help="print the table of the finished runs, and stop")
     parser.add_argument("--figure", type=output_path, help="with --table: PNG file of own against kept scores")
     args = parser.parse_args(argv)
@@ -325,7 +332,7 @@ def main(argv: list[str]) -> None:
     digests = [data_digest(args.own), data_digest(args.kept), hashlib.sha256(args.start.read_bytes()).hexdigest()[:12]]
     about = {"data": ", ".join(digests), "model": MODEL, "schedule": f"{EPOCHS} epochs"}
     about |= {"batch_size": BATCH_SIZE, "epochs": EPOCHS}
-    methods = Methods(TEMPERATURES, {}, RATES[:3]) if args.temperatures else ALL
+    methods = COMPARISONS[args.compare]
     if args.table:
         print(table(about, read_results(args.results), methods))
         if args.figure:

@@ -67,6 +67,19 @@ def test_a_logit_bias_trains_with_the_losses_that_use_it(shards, configs, tmp_pa
     assert (tmp_path / "run" / "out.log").read_text().count("--loss siglip") == (loss != "siglip")
 
 
+def test_weights_of_the_sigmoid_loss_start_another_loss(shards, tmp_path):
+    """Stock OpenCLIP does not load a trained bias into a model without one."""
+    add_model_configs()
+    weights = tmp_path / "weights.pt"
+    torch.save(open_clip.create_model("demo-vit", init_logit_bias=-7.0).state_dict(), weights)
+    more = [*of_model("demo-vit"), "--pretrained", str(weights), "--val-data", shards, *ONE_STEP]
+    assert run(command(shards, tmp_path, "run", "openclip", *more)) == 0
+    open_clip.add_model_config(tmp_path / "run" / MODEL_CONFIG)
+    for name in ("epoch_1", "interpolated"):
+        model = open_clip.create_model("demo-vit", pretrained=str(tmp_path / "run" / "checkpoints" / f"{name}.pt"))
+        assert model.logit_bias is None
+
+
 def run_with_configs(configs: str, argv: list[str]) -> None:
     open_clip.add_model_config(configs)
     assert run(argv) == 0
