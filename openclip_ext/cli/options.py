@@ -1,6 +1,6 @@
 """Options of losses and flags of the command line, with type, default, meaning and range.
 
-A configuration is a dataclass. :func:`flag` declares each field that is set by a flag. The parser and ``--help`` are built
+A configuration is a dataclass. :func:`cli_field` declares each field that is set by a flag. The parser and ``--help`` are built
 from these fields, and :func:`from_flags` creates a configuration from parsed flags. Fields without help have OpenCLIP's flags.
 """
 

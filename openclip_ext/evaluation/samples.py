@@ -385,7 +385,7 @@ def source_samples(name: str, source: Source) -> tuple[Samples, list[str]]:
     rows = [source.describe(raw) for raw in source.read([np.arange(source.num_samples)])]
     if unlabeled := [number for number, (_, label) in enumerate(rows) if not label.strip()]:
         raise DataError(
-            f"{name}: row {unlabeled[0]} has no label, like {len(unlabeled)} of {len(rows)} rows in all: add the labels."
+            f"{name}: row {unlabeled[0]} has no label ({len(unlabeled)} of {len(rows)} rows have none). Add the labels."
         )
     classes = sorted({label for _, label in rows})
     numbers = {label: number for number, label in enumerate(classes)}
