@@ -232,7 +232,7 @@ class ParallelConfig:
     sync_batchnorm: bool = cli_field(False, dest="use_bn_sync")
     compile: bool = cli_field(False, dest="torchcompile")
     compile_loss: bool = cli_field(
-        False, "compile the loss: less host time per step, but a startup delay of one to several minutes"
+        False, "compile the loss: less host time per step, but a startup delay of up to several minutes"
     )
     grad_checkpointing: bool = cli_field(False)
 
