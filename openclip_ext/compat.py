@@ -385,7 +385,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-# --- undocumented parts of torch, tested with versions 2.6 to 2.14 ---------------------------------------------------------
+# --- undocumented parts of torch, tested with versions 2.6 to 2.15 ---------------------------------------------------------
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -1,7 +1,7 @@
 """Options of losses and flags of the command line, with type, default, meaning and range.
 
-A configuration is a dataclass. :func:`flag` declares each field that is set by a flag. The parser and ``--help`` are built
-from these fields, and :func:`from_flags` creates a configuration from parsed flags. Fields without help have OpenCLIP's flags.
+A configuration is a dataclass. :func:`cli_field` declares each field that a flag sets. The parser and ``--help`` are made from
+these fields, and :func:`from_flags` creates a configuration from parsed flags. Fields without help have OpenCLIP's flags.
 """
 
 import dataclasses

@@ -91,7 +91,7 @@ class EmbeddingQueue(nn.Module):
         return of_anchors
 
     def equal(self, batch: GatheredBatch, anchors: slice) -> Tensor:
-        """Return which rows share a label with each of ``b`` anchors, or are alike it, ``(b, capacity)`` bool."""
+        """Return which rows share a label with each of ``b`` anchors, or resemble the anchor, ``(b, capacity)`` bool."""
         alike = None
         if self.reference is not None:
             assert batch.guide is not None
@@ -139,6 +139,6 @@ def _two_labels(batch: GatheredBatch) -> Tensor:
     labels = batch.given_labels.reshape(batch.size, -1)
     if labels.shape[1] > 2:
         raise ValueError(
-            f"positives: {labels.shape[1]} labels per sample, expected at most 2, because a queue stores them"
+            f"positives: expected at most 2 labels per sample with a queue, found {labels.shape[1]}. Pass 1 or 2"
         )
     return labels.expand(-1, 2)

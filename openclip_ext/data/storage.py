@@ -76,7 +76,7 @@ def list_remote(pattern: str) -> list[str]:
             )
         urls = persist(pattern, DEFAULT_STORAGE.patience, partial(is_final, pattern), find)
         if not urls:
-            raise OSError(f"no file matches {pattern!r}")
+            raise OSError(f"no file matches {pattern!r}: correct the pattern")
     return urls
 
 

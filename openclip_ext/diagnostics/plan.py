@@ -54,7 +54,8 @@ class Plan:
         reference = trainer.loader.source.reference
         options = loss_options(run.loss, trainer.steps_per_epoch * run.length.epochs, reference=reference)
         self._fit_every = options.get("fit_every", 1)  # AmorLIP communicates more in some steps
-        options |= {name: value for name, value in _OPENCLIP_OPTIONS.items() if name in options}
+        self._assumed = {name: value for name, value in _OPENCLIP_OPTIONS.items() if name in options}
+        options |= self._assumed
         parts = replace(run.loss, without_effect=()), run.model.name, model, self.samples, META, reference, options
         self._create_loss = partial(build_loss, *parts)
         # Activations are linear in the batch size, so two measurements are enough.
@@ -103,7 +104,7 @@ class Plan:
         run, row, available = self.run, self.asked, self.gpu_memory
         sizes = f"n = {self.samples:,}, global batch {self.global_batch}, {run.world_size} ranks"
         yield f"{run.loss.name}, {run.model.file_name}, {sizes}"
-        if run.loss.name == "openclip":
+        if self._assumed:
             yield "with --local-loss --gather-with-grad; without these flags, each rank stores a full B x B matrix"
         checkpointing = "with" if run.model.grad_checkpointing else "without"
         in_all = f"{_gib(self.samples * self.of_sample)} GiB in all, {self.of_sample} bytes each"

@@ -70,7 +70,8 @@ def fetch_set(task: Entry, data_dir: Path, endpoint: str | None = None) -> None:
             break
     else:
         raise ValueError(
-            f"{wanted['repo_id']}: after {_ATTEMPTS} downloads, checksums still differ from the hub's: {', '.join(wrong)}"
+            f"{wanted['repo_id']}: after {_ATTEMPTS} downloads, checksums still differ from the hub's: {', '.join(wrong)}. "
+            "Run the command again later, or give another --endpoint"
         )
     if _is_converted(task):
         (convert_retrieval if task.kind == "retrieval" else convert_winogavil)(target, folder)

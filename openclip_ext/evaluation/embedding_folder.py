@@ -137,7 +137,7 @@ class EmbeddingFolder:
         if (self.path / BEGUN).is_file():
             self._refuse_other(json.loads((self.path / BEGUN).read_text(encoding="utf-8")))
         elif taken := [path for path in files if path.exists()]:
-            raise UsageError(f"{taken[0]} exists and belongs to another program: give another folder")
+            raise UsageError(f"{taken[0]} exists and belongs to another program: give another {self.flag}")
         samples, width = self.about["samples"], self.about["width"]
         written = sum(path.stat().st_blocks * 512 for path in files if path.exists())
         missing, free = 2 * 2 * samples * width - written, shutil.disk_usage(self.path).free

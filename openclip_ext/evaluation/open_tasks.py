@@ -208,7 +208,9 @@ def read_class_folders(folder: Path, template: str | None = None) -> Labeled:
         if all(name.isdecimal() and int(name) < len(lines) for name in names):
             return {name: int(name) for name in names}
         if len(names) != len(lines):
-            raise DataError(f"{path} has {len(lines)} classes, but {folder} has {len(names)} class folders.")
+            raise DataError(
+                f"{path}: expected a line for each of the {len(names)} class folders in {folder}, found {len(lines)}."
+            )
         return {name: place for place, name in enumerate(names)}
 
     samples, _ = class_folders(folder, numbered)

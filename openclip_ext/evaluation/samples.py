@@ -384,7 +384,9 @@ def source_samples(name: str, source: Source) -> tuple[Samples, list[str]]:
     """Return the samples of a table whose captions are labels, and the different labels in alphabetical order."""
     rows = [source.describe(raw) for raw in source.read([np.arange(source.num_samples)])]
     if unlabeled := [number for number, (_, label) in enumerate(rows) if not label.strip()]:
-        raise DataError(f"{name}: row {unlabeled[0]} has no label; {len(unlabeled)} rows of {len(rows)} have none.")
+        raise DataError(
+            f"{name}: row {unlabeled[0]} has no label ({len(unlabeled)} of {len(rows)} rows have none). Add the labels."
+        )
     classes = sorted({label for _, label in rows})
     numbers = {label: number for number, label in enumerate(classes)}
     stored = [

@@ -118,7 +118,7 @@ def _thumbnails(store: EmbeddingStore, rows: Sequence[int], moved_to: str | None
     try:
         source = build_source(DataSpec(**spec))
         if source.index_digest != store.about["data"]:
-            raise ValueError("the data have changed since they were embedded")
+            raise ValueError("the data have changed since they were embedded: embed them again")
         images = {}
         for raw in source.read([np.array(sorted(rows), dtype=np.int64)]):
             image, _ = source.decode(raw, decode_image)

@@ -39,7 +39,7 @@ def model_card(
     """Return the card as Markdown. It contains no paths of this machine.
 
     Args:
-        config: What the run's ``config.json`` has derived, see :func:`~openclip_ext.evaluation.run_folder.read_config`.
+        config: The run's settings from ``config.json``, see :func:`~openclip_ext.evaluation.run_folder.read_config`.
         logged: The last line of ``metrics.jsonl`` before the checkpoint. None means no such line, and no figure of curves.
         results: Evaluation results of the checkpoint, by metric.
         with_transformers: Whether the folder contains a model of ``transformers``.

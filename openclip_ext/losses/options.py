@@ -65,8 +65,10 @@ class Temperature(HasOptions):
 
 @dataclass(frozen=True)
 class Bounds(HasOptions):
-    temperature_min: float = option(0.01, "lower bound of learned temperatures", symbol="τ_0", exclusive_minimum=0.0)
-    temperature_max: float = option(1.0, "upper bound of learned temperatures", exclusive_minimum=0.0)
+    temperature_min: float = option(
+        0.01, "lower bound of a learned or solved temperature", symbol="τ_0", exclusive_minimum=0.0
+    )
+    temperature_max: float = option(1.0, "upper bound of a learned or solved temperature", exclusive_minimum=0.0)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class ModelConfig:
     image_resize_mode: str | None = cli_field(None)
     image_backend: str = cli_field(
         "pil",
-        "library that decodes training images; torchvision is three times as fast, but rounds pixel values differently",
+        "library that decodes training images; torchvision takes a third of the CPU time, but rounds pixel values differently",
         choices=("pil", "torchvision"),
         needs="train_data",
     )
@@ -232,7 +232,7 @@ class ParallelConfig:
     sync_batchnorm: bool = cli_field(False, dest="use_bn_sync")
     compile: bool = cli_field(False, dest="torchcompile")
     compile_loss: bool = cli_field(
-        False, "compile the loss into one graph: less host time per step, but a startup delay of up to a minute"
+        False, "compile the loss: less host time per step, but a startup delay of up to several minutes"
     )
     grad_checkpointing: bool = cli_field(False)
 

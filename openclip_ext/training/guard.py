@@ -41,7 +41,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A skipped step. With a gradient scaler, float16 gradients overflowed if ``has_loss`` is True and ``are_bad`` False."""
+    """A skipped step. If ``has_loss`` is True and ``are_bad`` False, float16 gradients overflowed under a gradient scaler."""
 
     number: int
     samples: list[int]  # indices of this rank's non-finite samples, or of all its samples if all are finite

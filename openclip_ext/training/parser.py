@@ -26,7 +26,7 @@ _EXAMPLE = """\
       --batch-size 128 --epochs 32 --lr 5e-4 --warmup 2000 --name first"""
 _EVERYDAY = {
     "--loss NAME": "name of the loss, from the list below (default: openclip)",
-    "--train-data SHARDS": "tar files, such as 'data/{00000..00331}.tar', or a CSV file",
+    "--train-data SHARDS": "tar files, such as 'data/{00000..00331}.tar', a table, or class folders",
     "--model NAME": "OpenCLIP's model name (default: RN50)",
     "--batch-size N": "samples per GPU in a micro-batch (default: 64)",
     "--epochs N": "number of epochs (default: 32)",
@@ -138,7 +138,8 @@ def add_loss_flags(group: argparse._ArgumentGroup, hidden: Collection[str] = ())
     def rho_of_share(text: str) -> float:
         return rho_of(_parser_of(HARD_SHARE)(text))
 
-    add_flag(rho_flags, HARD_SHARE, default=argparse.SUPPRESS, dest="rho", type=rho_of_share)
+    more = {"help": argparse.SUPPRESS} if "rho" in hidden else {}
+    add_flag(rho_flags, HARD_SHARE, default=argparse.SUPPRESS, dest="rho", type=rho_of_share, **more)
 
 
 def take_loss_options(arguments: dict[str, Any]) -> dict[str, Any]:

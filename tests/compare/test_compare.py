@@ -270,6 +270,7 @@ def arguments(data: Path, *more: str) -> list[str]:
         (["--losses", "neuclip,fastclip"], "expected openclip and at least one other"),
         (["--losses", "openclip,neuclipp"], "unknown loss 'neuclipp'.*neuclip"),
         (["--rho", "5"], "--rho is tuned by compare"),
+        (["--hard-share", "0.1"], "--rho is tuned by compare"),
         (["--batch-size", "1"], "--batch-size 1: expected at least 2"),
         (["--fit-every", "5"], "--fit-every: not used by any of"),
         (["--distill", "0.5"], "--distill: needs --reference FOLDER"),

@@ -228,6 +228,8 @@ def test_the_plan_says_which_batch_fits(capsys, monkeypatch):
     plan.main([*command, "--accum-freq", "8", "--precision", "fp32"])
     text = capsys.readouterr().out
     assert ": fits; up to" in text and "WARNING" not in text
+    plan.main([*command, "--normalizer", "minibatch"])  # computes the similarities in chunks
+    assert "B x B" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

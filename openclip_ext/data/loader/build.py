@@ -211,7 +211,7 @@ def with_own_columns(spec: DataSpec, read: Callable[[DataSpec], T]) -> T:
 
 
 def table_source(spec: DataSpec) -> Source:
-    """Return the source of a Parquet or JSON-lines file, saved data set or class folders; ValueError if invalid."""
+    """Return the source of a Parquet or JSON-lines file, saved data set or class folders; raise ValueError if invalid."""
     try:
         from openclip_ext.data.sources.table import TableSource
 

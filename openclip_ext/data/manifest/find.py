@@ -87,7 +87,7 @@ def candidates(urls: Sequence[str], image_key: str, caption_key: str) -> Iterato
         except FileNotFoundError:
             yield path, None
         except (OSError, ManifestError) as error:
-            logger.warning(f"{error}. The file is not changed.")
+            logger.warning(f"{error}. This file is ignored, and not changed.")
         else:
             has_keys = (manifest.image_key, manifest.caption_key) == (image_key, caption_key)
             if manifest.is_of(urls) and (has_keys or image_key == ANY_FIELD):

@@ -42,7 +42,7 @@ def read_uids(path: str | os.PathLike[str]) -> np.ndarray:
         is_numpy = file.read(6) == b"\x93NUMPY"
     values = _read_array(path) if is_numpy else _read_texts(Path(path))
     if not len(values):
-        raise ValueError(f"--uids {path}: the list is empty")
+        raise ValueError(f"--uids {path}: the list is empty: expected at least one uid")
     return np.unique(values)
 
 

@@ -48,7 +48,7 @@ def _expand(component: str) -> list[str]:
         is_pattern = _GLOB.search(path[len(known) :]) and not os.path.exists(path)
         matches = sorted(glob.glob(glob.escape(known) + path[len(known) :])) if is_pattern else [path]
         if not matches:
-            raise ValueError(f"no file matches {url!r}")
+            raise ValueError(f"no file matches {url!r}: correct the pattern, and quote it")
         urls.extend(matches)
     return urls
 

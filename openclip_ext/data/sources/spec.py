@@ -127,7 +127,7 @@ class DataSpec:
         if self.dataset_type == "synthetic":
             return self.dataset_type
         if not self.source:
-            raise ValueError("no data given: expected shards such as 'data/{00000..00099}.tar' or a CSV file")
+            raise ValueError("no data given: expected shards such as 'data/{00000..00099}.tar', or a table")
         text = self.source if isinstance(self.source, str) else self.source[0]
         if self.dataset_type != "auto" and not os.path.isdir(text):
             return self.dataset_type

@@ -144,7 +144,7 @@ def _read_run(path: Path) -> EvaluatedRun:
 def _from_file(path: Path, label: str) -> Checkpoint:
     lines = read_results(path)
     if not lines:
-        raise ValueError(f"{path} has no results.")
+        raise ValueError(f"{path} has no results: run openclip-ext evaluate first.")
     identities = [line["run"] for line in lines if isinstance(line.get("run"), dict)]
     names = ("model", "precision", "protocol", "options")
     return Checkpoint(
