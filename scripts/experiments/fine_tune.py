@@ -7,7 +7,8 @@
 
 The start is a model that was trained on ``icons-11k`` (``scripts.experiments.icons``). The own data are two sets of black
 emoji, which the start has not seen. Concepts are split: a name is in only one of training, validation and test. Kept are the
-icons in ``val/`` and ``test/``. Rehearsal uses the first 1,000 training pairs of the start.
+icons in ``val/`` and ``test/``. Rehearsal uses the first 1,000 training pairs of the start. ``--compare`` selects the methods.
+Other own data, such as ``scripts.experiments.clip_arts``, need folders ``train/``, ``val/`` and ``test/`` with shards.
 
 Each run is one ``openclip-ext train``. ``PYTHONPATH`` must contain ``examples/other_losses``. The results have a JSON line for
 each finished run, with the own and kept R@1 (mean of both directions) of the mixes of start and trained weights. With the
@@ -113,9 +114,10 @@ class Methods:
 
 
 ALL = Methods(FIRST, REST, RATES)
-# What else can be compared, at the three smaller rates.
+# What can be compared.
 COMPARISONS = {
     "methods": ALL,
+    "losses": Methods(FIRST, {}, RATES),
     # A start with a small temperature, as released models have: is it better to keep it?
     "temperatures": Methods(
         FIRST | {"queueclip, constant temperature": "--loss queueclip --temperature-scheme constant"}, {}, RATES[:3]

@@ -60,8 +60,8 @@ def test_rates_are_chosen_with_the_first_seed_then_rehearsal_then_other_seeds():
 @pytest.mark.parametrize(
     ("name", "methods"),
     [
-        ("fine-tune", fine_tune.ALL),
-        ("fine-tune-small-temperature", fine_tune.Methods(fine_tune.TEMPERATURES, {}, fine_tune.RATES[:3])),
+        ("fine-tune", fine_tune.COMPARISONS["methods"]),
+        ("fine-tune-small-temperature", fine_tune.COMPARISONS["temperatures"]),
     ],
 )
 def test_the_page_has_the_table_of_the_published_rows(tmp_path: Path, name: str, methods: fine_tune.Methods):
