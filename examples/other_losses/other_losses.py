@@ -207,17 +207,17 @@ class MomentumQueue(OtherLoss):
 
     Args:
         embed_dim: embedding dimension.
-        memory: number of earlier keys per side.
-        momentum: weight of the old value in the moving average. 0 means that the model's own detached embeddings are the keys
-            (a cross-batch memory, Wang et al. 2020), without a second encoder.
+        key_memory: number of earlier keys per side.
+        key_momentum: weight of the old value in the moving average. 0 means that the model's own detached embeddings are the
+            keys (a cross-batch memory, Wang et al. 2020), without a second encoder.
     """
 
     keeps_state = True
 
-    def __init__(self, *, embed_dim: int, other_temperature: float, memory: int, momentum: float) -> None:
+    def __init__(self, *, embed_dim: int, other_temperature: float, key_memory: int, key_momentum: float) -> None:
         super().__init__(other_temperature=other_temperature)
-        self.embed_dim, self.momentum = embed_dim, momentum
-        self.register_buffer("queue", torch.zeros(2, memory, embed_dim))
+        self.embed_dim, self.momentum = embed_dim, key_momentum
+        self.register_buffer("queue", torch.zeros(2, key_memory, embed_dim))
         self.stored, self.next = 0, 0
         self.keys: Tensor | None = None
 
@@ -239,6 +239,10 @@ class MomentumQueue(OtherLoss):
         model.register_forward_hook(embed)
 
     def value(self, image: Tensor, text: Tensor, index: Tensor | None) -> Tensor:
+        if self.momentum and self.keys is None:
+            raise RuntimeError(
+                "the momentum encoder does not exist: call attach(model), as scripts.experiments.grid does"
+            )
         keys = torch.stack([image, text]).detach() if self.keys is None else self.keys
         own = torch.arange(len(image), device=image.device)
         losses = []
@@ -299,8 +303,8 @@ class LibaucFastClipMethod(LibaucMethod):
 class MomentumMethod(OtherMethod):
     module = MomentumQueue
     needs = ("embed_dim",)
-    memory: int = option(4096, "number of earlier keys per side", minimum=1)
-    momentum: float = option(0.99, "weight of the old value in the momentum encoder's average", minimum=0.0)
+    key_memory: int = option(4096, "number of earlier keys per side", minimum=1)
+    key_momentum: float = option(0.99, "weight of the old value in the momentum encoder's average", minimum=0.0)
 
 
 CACHED_MNRL = CachedMnrlMethod("cached-mnrl")

@@ -3,6 +3,7 @@
 Two of the libraries normalize the embeddings again, so their gradients have no radial part.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import openclip_ext
+from openclip_ext.losses import registry
+from openclip_ext.training import parser
+from openclip_ext.training.flags import parse
 from tests.losses.cases import restore_registry
 
 _ROOT = Path(__file__).parents[2]
@@ -108,7 +112,7 @@ def test_a_momentum_queue_is_the_cross_entropy_among_averaged_and_earlier_keys()
     torch.manual_seed(0)
     memory, momentum, tau = 8, 0.75, 0.05
     loss = openclip_ext.create_loss(
-        "other_losses:MOMENTUM_QUEUE", embed_dim=_DIM, memory=memory, momentum=momentum, other_temperature=tau
+        "other_losses:MOMENTUM_QUEUE", embed_dim=_DIM, key_memory=memory, key_momentum=momentum, other_temperature=tau
     ).double()
     model = Towers()
     loss.attach(model)
@@ -130,3 +134,19 @@ def test_a_momentum_queue_is_the_cross_entropy_among_averaged_and_earlier_keys()
         gradients = [torch.autograd.grad(value, model.weight, retain_graph=True)[0] for value in (found, expected)]
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(*gradients)
+
+
+def test_the_training_program_takes_each_setting_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parser, "OPTIONS", registry.OPTIONS)  # the copy of this test
+    grid = json.loads((_ROOT / "scripts/experiments/grids/icons-other-losses.json").read_text(encoding="utf-8"))
+    for setting in (setting for settings in grid["families"].values() for setting in settings):
+        given = setting.get("options", {})
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        argv = ["--train-data", "0.tar", "--loss", setting["loss"], *flags]
+        parser.import_losses(argv)
+        assert given.items() <= parse(argv).loss_options.items()
+
+
+def test_a_momentum_encoder_that_no_program_has_attached_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="attach"):
+        gradients("MOMENTUM_QUEUE")
