@@ -356,15 +356,26 @@ def test_validation_in_training_gives_the_scores_of_a_run(compared):
         assert 0 < float(found.hits().mean()) == pytest.approx(metrics[name])
 
 
-def test_images_of_a_csv_file_that_have_changed_are_decoded_again(data):
-    table = str(write_csv(data, rows=60))
-    (data / "others").mkdir()
-    others = str(write_csv(data / "others", rows=60))
-    argv = [table, *arguments(data)[1:], "--val", others, "--dataset-type", "csv"]
+@pytest.mark.parametrize("kind", ["csv", "classes"])
+def test_images_that_have_changed_are_decoded_again(kind, data):
+    sets = [str(write_images(kind, data / part)) for part in ("train", "val")]
+    argv = [sets[0], *arguments(data)[1:], "--val", sets[1]]
     before = opened(argv).data.digest
     assert opened(argv).data.digest == before
-    (data / "7.jpg").write_bytes(image_bytes(8))
+    (image,) = (data / "train").rglob("7.jpg")
+    image.write_bytes(image_bytes(8))
     assert opened(argv).data.digest != before
+
+
+def write_images(kind: str, folder: Path) -> Path:
+    """Write 60 images with a CSV file, or in two class folders; return the path of the data set."""
+    if kind == "csv":
+        return write_csv(folder, rows=60)
+    for number in range(60):
+        place = folder / "classes" / ("even", "odd")[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.jpg").write_bytes(image_bytes(number))
+    return folder / "classes"
 
 
 TIMES = {"step_seconds", "memory_bytes", "curves", "command"}

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -183,6 +184,24 @@ def number_of_pairs(spec: DataSpec) -> int:
     if spec.resolved_type == "webdataset":
         return build_source(spec).num_kept
     return distributed.on_rank0(lambda: build_source(spec).num_kept)
+
+
+def data_files(spec: DataSpec) -> list[tuple[Any, ...]]:
+    """Return the names of a data set's files, with size and modification time if the file is local."""
+    files = [os.fspath(spec.manifest)] if spec.manifest else []
+    if spec.resolved_type == "webdataset":
+        files += expand_shards(spec.source or "")
+    elif spec.resolved_type in ("csv", "table"):
+        source: Any = build_source(spec)
+        files += source.files()
+    found: list[tuple[Any, ...]] = []
+    for file in files:
+        try:
+            status = os.stat(file)
+            found.append((file, status.st_size, status.st_mtime_ns))
+        except (OSError, ValueError):  # not a local file
+            found.append((file,))
+    return found
 
 
 def build_other_source(spec: DataSpec) -> Source:

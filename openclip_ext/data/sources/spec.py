@@ -174,10 +174,13 @@ def class_folders(folder: str) -> list[str]:
     return names
 
 
-def images_below(folder: str) -> Iterator[str]:
-    """Yield the paths of the images at any depth below a folder, sorted and without hidden ones."""
+def files_below(folder: str) -> Iterator[str]:
+    """Yield the paths of the files at any depth below a folder, also through links, sorted and without hidden ones."""
     for place, folders, files in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            if not name.startswith(".") and name.lower().endswith(IMAGE_FILE_ENDINGS):
-                yield os.path.join(place, name)
+        yield from (os.path.join(place, name) for name in sorted(files) if not name.startswith("."))
+
+
+def images_below(folder: str) -> Iterator[str]:
+    """Yield the paths of the images among :func:`files_below`."""
+    return (path for path in files_below(folder) if path.lower().endswith(IMAGE_FILE_ENDINGS))
