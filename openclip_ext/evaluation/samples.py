@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from openclip_ext.data.processes import begin_worker
 from openclip_ext.data.shards import tar
 from openclip_ext.data.sources.source import Source, reason_of
-from openclip_ext.data.sources.spec import IMAGE_FILE_ENDINGS, images_below
+from openclip_ext.data.sources.spec import IMAGE_FILE_ENDINGS, files_below, images_below
 from openclip_ext.data.sources.spec import class_folders as subfolders
 
 IMAGE_EXTENSIONS = ("webp", "png", "jpg", "jpeg")
@@ -326,12 +326,14 @@ def read_instances(folder: Path, keys: Collection[str]) -> list[Instance]:
 def fingerprint(path: Path) -> str:
     """Return a digest of the names, sizes and modification times of a data set's files."""
     digest = hashlib.sha256()
-    if (path / "test").is_dir():  # DataComp's layout
+    if (path / "test" / "nshards.txt").is_file():  # DataComp's layout
         # glob follows a link to test/, which rglob does not. A broken link counts as missing, so the task itself reports it.
         inside = [found for pattern in ("*", "test/*") for found in path.glob(pattern)]
         inside = [found for found in inside if found.suffix in (".txt", ".jsonl", ".tar")]
+    elif path.is_dir():
+        inside = [*map(Path, files_below(str(path)))]  # links to class folders are followed
     else:
-        inside = [*path.rglob("*")] if path.is_dir() else [path] if path.exists() else [*path.parent.glob(path.name)]
+        inside = [path]
     for found in sorted(found for found in inside if found.is_file()):
         status = found.stat()
         digest.update(f"{found.relative_to(path.parent)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
@@ -382,8 +384,9 @@ def class_folders(
 
 def source_samples(name: str, source: Source) -> tuple[Samples, list[str]]:
     """Return the samples of a table whose captions are labels, and the different labels in alphabetical order."""
-    rows = [source.describe(raw) for raw in source.read([np.arange(source.num_samples)])]
-    if unlabeled := [number for number, (_, label) in enumerate(rows) if not label.strip()]:
+    described = (source.describe(raw) for raw in source.read([np.arange(source.num_samples)]))
+    rows = [(path, label.strip()) for path, label in described]
+    if unlabeled := [number for number, (_, label) in enumerate(rows) if not label]:
         raise DataError(f"{name}: row {unlabeled[0]} has no label; {len(unlabeled)} rows of {len(rows)} have none.")
     classes = sorted({label for _, label in rows})
     numbers = {label: number for number, label in enumerate(classes)}

@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +22,7 @@ from openclip_ext.data.manifest.find import find_or_create_manifest
 from openclip_ext.data.reference import START, EmbeddingStore
 from openclip_ext.data.shards.shard_source import SHARDS_IN_USE, ShardSource
 from openclip_ext.data.shards.shardlist import expand_components, expand_shards
+from openclip_ext.data.sources.rows import RowSource
 from openclip_ext.data.sources.source import (
     BadDataError,
     BadSampleError,
@@ -192,8 +193,14 @@ def data_files(spec: DataSpec) -> list[tuple[Any, ...]]:
     if spec.resolved_type == "webdataset":
         files += expand_shards(spec.source or "")
     elif spec.resolved_type in ("csv", "table"):
-        source: Any = build_source(spec)
+        source = build_source(spec)
+        assert isinstance(source, RowSource)
         files += source.files()
+    return stamped(files)
+
+
+def stamped(files: Iterable[str]) -> list[tuple[Any, ...]]:
+    """Return the names of files, with size and modification time if the file is local and exists."""
     found: list[tuple[Any, ...]] = []
     for file in files:
         try:

@@ -82,7 +82,6 @@ class TableSource(RowSource):
         return self._captions(self._table.select_columns(self._hard)[number], self._hard)
 
     def files(self) -> list[str]:
-        """Return the paths of the table's files, and of the images that they name."""
         if os.path.isdir(self.path):
             files = list(files_below(self.path))
         else:
