@@ -90,7 +90,7 @@ def _decode(
     spec = replace(training.data, reference=None)  # the decoded data do not depend on the reference model
     image_size, files = _image_size(training), data_files(spec)
 
-    def decoded(spec: DataSpec, files: list[Sequence[Any]], classes: int | None) -> Cache:
+    def decoded(spec: DataSpec, files: Sequence[tuple[Any, ...]], classes: int | None) -> Cache:
         folder = config.folder / "cache" / config_digest([asdict(spec), files, image_size, classes])
         return write_cache(spec, folder, image_size, config.cache * 2**30, classes)
 

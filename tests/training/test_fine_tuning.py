@@ -190,7 +190,7 @@ def test_the_comparison_can_be_omitted_and_does_not_change_the_training(flags, s
 
 def test_general_pairs_need_no_embeddings_of_a_reference_model(keep, shards, tmp_path):
     store = write_store(tmp_path / "store", shards)
-    more = ("--reference", str(store), "--distill", "0.5", "--keep-data", keep)
+    more = ("--reference", str(store), "--no-steer", "--distill", "0.5", "--keep-data", keep)
     steps = [
         line for line in runs.metrics_of(runs.train(shards, tmp_path, "run", "queueclip", *more)) if "loss" in line
     ]
