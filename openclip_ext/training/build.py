@@ -162,11 +162,13 @@ def _embedded(
 
     assert plan.data is not None
     spec = replace(plan.data, reference=None)
+    # Flags such as --force-quick-gelu change neither the weights nor the architecture's file.
+    layers = sorted({type(layer).__name__ for layer in weights.modules()})
     of_model = {
         "model": plan.model.name,
         "pretrained": plan.model.weights,
         "weights": weights_digest(weights),
-        "config": config_digest([compat.architecture(plan.model.name, plan.model.cache_dir)]),
+        "config": config_digest([compat.architecture(plan.model.name, plan.model.cache_dir), layers]),
         "preprocess": str(built.preprocess_val),
     }
     built.model.eval()
