@@ -178,8 +178,12 @@ def _create(
 
 
 def _architecture(name: str) -> dict[str, Any]:
-    """Return OpenCLIP's configuration of a model; an empty dictionary for ``hf-hub:`` and ``local-dir:`` names."""
+    """Return OpenCLIP's configuration of a model; an empty dictionary if a folder or the hub does not have it."""
     if name.startswith(_WITH_WEIGHTS):
+        with contextlib.suppress(
+            Exception
+        ):  # the hub client raises many types of errors; loading the model explains them
+            return {"model": compat.architecture(name, None)}
         return {}
     config = open_clip.get_model_config(name.replace("/", "-"))
     if config is None:

@@ -36,6 +36,7 @@ from openclip_ext.training.validation import Validation
 from tests.compare.colors import members, write_names
 from tests.data.shards import image_bytes, write_csv, write_tar
 from tests.data.test_reference import write_store
+from tests.training.test_models import VISION, model_folder
 
 COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=3.0)
 CPU = torch.device("cpu")
@@ -517,12 +518,20 @@ def test_limits_of_the_schedule_fit_shorter_runs_and_smaller_rates(data, typed, 
     assert {name: getattr(schedule, name) for name in expected} == expected
 
 
-def test_runs_from_other_weights_in_the_same_file_are_not_reused(data):
-    weights, found = data / "weights.pt", []
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_runs_from_other_weights_in_the_same_place_are_not_reused(kind, data):
+    weights, more, found = data / "weights.pt", ["--pretrained", str(data / "weights.pt")], []
+    if kind == "folder":
+        more = ["--model", model_folder(data / "model", VISION)]
+        weights = data / "model" / "open_clip_pytorch_model.bin"
     for content in (b"a", b"a", b"b"):
         weights.write_bytes(content)
-        found.append(comparison.digest_of_flags(*parse(arguments(data, "--pretrained", str(weights)))))
+        found.append(comparison.digest_of_flags(*parse(arguments(data, *more))))
     assert found[0] == found[1] != found[2]
+    if kind == "folder":
+        config = weights.with_name("open_clip_config.json")
+        config.write_text(config.read_text().replace('"embed_dim"', '"quick_gelu": true, "embed_dim"'))
+        assert comparison.digest_of_flags(*parse(arguments(data, *more))) != found[2]
 
 
 @pytest.mark.parametrize(("more", "rate"), [([], 5e-4), (["--pretrained"], 1e-5), (["--pretrained", "--lr"], 3e-4)])
