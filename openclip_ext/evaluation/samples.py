@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from openclip_ext.data.processes import begin_worker
 from openclip_ext.data.shards import tar
-from openclip_ext.data.sources.source import Source, reason_of
+from openclip_ext.data.sources.source import BadSampleError, Source, decode_image, reason_of
 from openclip_ext.data.sources.spec import IMAGE_FILE_ENDINGS, files_below, images_below
 from openclip_ext.data.sources.spec import class_folders as subfolders
 
@@ -45,8 +45,8 @@ class SampleFormat(NamedTuple):
     num_classes: int | None = None  # labels (``cls``) must be below this number; None means no labels
     metadata_columns: int = 0  # length of the vector in ``npy``
     captions: bool = False  # whether ``txt`` contains captions, one per line
-    # Whether to convert images to RGB before the transform. If False, OpenCLIP's transform resizes images in their stored
-    # mode: palette images by nearest neighbor, and images with alpha after multiplying colors by alpha.
+    # Whether to convert images to RGB before the transform, as in training. If False, OpenCLIP's transform resizes images in
+    # their stored mode: palette images by nearest neighbor, and images with alpha after multiplying colors by alpha.
     convert_first: bool = True
 
 
@@ -171,11 +171,9 @@ def _read_batch(
         except (DataError, OSError) as error:
             return Batch(error=str(error))
         try:
-            image: Image.Image = Image.open(io.BytesIO(content))
-            image.load()
-            image = image.convert("RGB") if wanted.convert_first else image
-        except Exception as error:  # decoders raise many exceptions, even struct.error and SyntaxError
-            batch.skipped[stored.key] = f"{stored.where}: the image does not decode: {reason_of(error)}"
+            image = decode_image(content) if wanted.convert_first else _decode_unconverted(content)
+        except BadSampleError as error:
+            batch.skipped[stored.key] = f"{stored.where}: {error}"
             continue
         batch.keys.append(stored.key)
         batch.captions.append(fields.pop("captions", []))
@@ -183,6 +181,15 @@ def _read_batch(
             rows[name].append(torch.as_tensor(value))
     batch.values = {name: torch.stack(row) for name, row in rows.items()}
     return batch
+
+
+def _decode_unconverted(content: bytes) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(content))
+        image.load()
+        return image
+    except Exception as error:  # decoders raise many exceptions, even struct.error and SyntaxError
+        raise BadSampleError(f"the image does not decode: {reason_of(error)}") from error
 
 
 class Labeled(NamedTuple):

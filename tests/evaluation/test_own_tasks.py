@@ -5,6 +5,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -162,7 +163,8 @@ def test_a_table_of_labels_is_a_task(kind, evaluate, photos, tiny):
     if kind in ("csv", "tsv"):
         separator = "," if kind == "csv" else "\t"
         header = ["image", "label"] if kind == "csv" else ["Image", "Label"]
-        path.write_text("\n".join(separator.join(row) for row in [header, *(row.values() for row in rows)]))
+        lines = [[row["image"], row["label"] + " " * (number % 2)] for number, row in enumerate(rows)]
+        path.write_text("\n".join(map(separator.join, [header, *lines])))
     elif kind == "jsonl":
         pytest.importorskip("datasets")
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -231,6 +233,15 @@ def test_what_is_no_task_is_one_sentence(arguments, word, evaluate, photos, capl
     status, found = evaluate(*(text.format(photos=photos) if "{photos" in text else text for text in arguments))
     assert status in (1, 2) and found == {}
     assert any(one in caplog.text for one in word.split("|")) and "Traceback" not in caplog.text
+
+
+def test_gray_images_of_16_bits_are_scaled_as_in_training(evaluate, photos):
+    expected = evaluate("--tasks", photos)[1]["photos"]["metrics"]
+    deep = photos.parent / "deep" / "photos"
+    for path in photos.rglob("*.png"):
+        (target := deep / path.relative_to(photos)).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.asarray(Image.open(path).convert("L")).astype(np.uint16) << 8).save(target)
+    assert evaluate("--tasks", deep)[1]["photos"]["metrics"] == expected
 
 
 def test_a_label_that_is_missing_is_named(evaluate, photos, caplog):
