@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from openclip_ext import compat
 from openclip_ext.checkpoint.format import checksum
 from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import for_people, without_secrets
@@ -333,9 +334,10 @@ def winners(trials: Trials, rung: int, losses: Iterable[str]) -> dict[str, list[
 
 
 def digest_of_flags(config: CompareConfig, training: RunPlan) -> str:
-    """Return a digest of the flags, the pretrained file and the versions that apply to all runs, without the data."""
+    """Return a digest of the flags, the model's files and the versions that apply to all runs, without the data."""
     names = ("model", "loading", "optimizer", "schedule", "step", "length")
     parts: list[Any] = [asdict(getattr(training, name)) for name in names]
-    if (weights := training.model.pretrained) is not None and os.path.isfile(weights):
+    parts.append(compat.architecture(training.model.name, training.model.cache_dir))
+    if (weights := training.model.weights) is not None and os.path.isfile(weights):
         parts.append(checksum(Path(weights)))
     return config_digest([parts, versions()])

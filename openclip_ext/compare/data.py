@@ -14,9 +14,8 @@ from openclip_ext.cli.messages import without_secrets
 from openclip_ext.compare.config import CompareConfig
 from openclip_ext.compare.decoded import Cache, DoesNotFit, KnownTexts, write_cache
 from openclip_ext.data.flip import exchange_sides
-from openclip_ext.data.loader.build import build_source, build_train_loader
+from openclip_ext.data.loader.build import build_source, build_train_loader, data_files
 from openclip_ext.data.reference import EmbeddingStore
-from openclip_ext.data.shards.shardlist import expand_shards
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.ranks import repeats
 from openclip_ext.evaluation.results import config_digest
@@ -89,9 +88,9 @@ def _decode(
     """Return the training samples (None if they do not fit into the cache) and the validation samples."""
     assert training.data is not None, "the command line gives the shards"
     spec = replace(training.data, reference=None)  # the decoded data do not depend on the reference model
-    image_size, files = _image_size(training), _files(spec)
+    image_size, files = _image_size(training), data_files(spec)
 
-    def decoded(spec: DataSpec, files: list[Sequence[Any]], classes: int | None) -> Cache:
+    def decoded(spec: DataSpec, files: Sequence[tuple[Any, ...]], classes: int | None) -> Cache:
         folder = config.folder / "cache" / config_digest([asdict(spec), files, image_size, classes])
         return write_cache(spec, folder, image_size, config.cache * 2**30, classes)
 
@@ -104,7 +103,7 @@ def _decode(
         )
         return whole.part(rest), whole.part(held)
     val = replace(spec, source=config.val, manifest=None, num_samples=None)
-    val_files = _files(val)
+    val_files = data_files(val)
     own, others = ({os.path.realpath(name) for name, *_ in part} for part in (val_files, files))
     if common := len(own & others):
         raise ValueError(f"--val: {common} of {len(own)} files are also training files: remove them from --val")
@@ -138,25 +137,6 @@ def divide(count: int, share: float) -> tuple[list[int], list[int]]:
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
     return sorted(order[:size]), sorted(order[size:])
-
-
-def _files(spec: DataSpec) -> list[Sequence[Any]]:
-    """Return the names of a data set's files, with size and modification time if the file is local."""
-    files = [spec.manifest] if spec.manifest else []
-    if spec.resolved_type == "webdataset":
-        assert spec.source is not None
-        files += expand_shards(spec.source)
-    elif spec.resolved_type in ("csv", "table"):
-        source: Any = build_source(spec)
-        files += source.files()
-    found: list[Sequence[Any]] = []
-    for file in files:
-        try:
-            status = Path(file).stat()
-            found.append((file, status.st_size, status.st_mtime_ns))
-        except (OSError, ValueError):  # not a local file
-            found.append((file,))
-    return found
 
 
 def _class_names(path: str | None) -> list[str]:

@@ -106,6 +106,10 @@ class EmbeddingStore:
         """Return the embeddings of a subset: row i of the result belongs to the sample ``positions[i]``."""
         return replace(self, positions=np.asarray(positions))
 
+    def has_image(self, index: int) -> bool:
+        """Return whether a sample has an image embedding, because its image was readable."""
+        return bool(self.images[index if self.positions is None else self.positions[index]].any())
+
     def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the image and text embeddings, each ``(B, d)`` float16, of the samples ``index`` ``(B,)``."""
         positions = index.numpy() if self.positions is None else self.positions[index.numpy()]

@@ -38,8 +38,8 @@ from openclip_ext.evaluation.results import (
     summary_text,
 )
 from openclip_ext.evaluation.run_folder import label_of, read_config
-from openclip_ext.evaluation.samples import DataError, fingerprint
-from openclip_ext.evaluation.scoring import Task
+from openclip_ext.evaluation.samples import TEMPLATES_FILE, DataError, fingerprint
+from openclip_ext.evaluation.scoring import Classification, Task
 from openclip_ext.evaluation.tasks import SUITES, TASKS, select_tasks
 from openclip_ext.files.writing import output_path, write_text
 
@@ -189,6 +189,9 @@ def find_tasks(args: argparse.Namespace) -> dict[str, Task]:
     own = [own_task(place, template, pairs(place)) for place in paths]
     if args.val_data is not None:
         own.append(retrieval("val-data", pairs(args.val_data)))
+    _refuse_unused(args.template, own)
+    # A result with the key of one of DataComp's tasks would count in DataComp's averages.
+    own = [replace(task, name=f"own/{task.name}") if task.name in TASKS else task for task in own]
     tasks = {task.name: task for task in own}
     if len(tasks) < len(own):
         raise ValueError("--tasks: two data sets have the same name: give them in folders with different names")
@@ -211,6 +214,16 @@ def find_tasks(args: argparse.Namespace) -> dict[str, Task]:
     return tasks | found
 
 
+def _refuse_unused(template: str | None, own: Sequence[Task]) -> None:
+    """Raise ValueError if ``--template`` has no effect on some of the user's classes, or if there are none."""
+    classes = [task for task in own if isinstance(task, Classification)]
+    if template is not None and (not classes or any(task.template is None for task in classes)):
+        raise ValueError(
+            "--template is for class folders and tables of labels in --tasks: remove it. A folder in DataComp's layout has "
+            f"its prompts in {TEMPLATES_FILE}"
+        )
+
+
 def _is_missing(key: str, task: Task) -> bool:
     """Return whether the folder of one of DataComp's tasks does not exist."""
     return key in TASKS and task.path is not None and not task.path.is_dir()
@@ -230,7 +243,8 @@ def _run_flags(args: argparse.Namespace) -> Mapping[str, Any]:
 
 def _pairs(flags: Mapping[str, Any]) -> Callable[[str], DataSpec]:
     """Return a function that reads a place as training would: with the keys and columns in the flags of the model's run."""
-    names = ("image_key", "caption_key", "csv_separator", "csv_img_key", "csv_caption_key", "max_image_pixels")
+    tables = ("csv_separator", "csv_img_key", "csv_caption_key", "caption_template")
+    names = ("image_key", "caption_key", *tables, "max_image_pixels")
     fields = {name.replace("img", "image"): flags[name] for name in names if flags.get(name) is not None}
     return lambda place: DataSpec(place, **fields)
 
@@ -256,7 +270,10 @@ def has_other_data(line: Mapping[str, Any], task: Task) -> bool:
 
 def _data_digest(task: Task) -> str:
     """Return a digest of a task's data and prompt; an empty text for data without a place of their own."""
-    return "" if task.path is None else f"{fingerprint(task.path)} {task.template or ''}".strip()
+    if task.path is None:
+        return ""
+    data = fingerprint(task.path) if task.digest is None else task.digest()
+    return f"{data} {task.template or ''}".strip()
 
 
 def evaluate_tasks(tasks: Mapping[str, Task], encoder: Encoder, log: ResultLog) -> dict[str, str]:

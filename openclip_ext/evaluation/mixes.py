@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from openclip_ext.checkpoint.format import load_model_file
+from openclip_ext import compat
+from openclip_ext.checkpoint.format import checksum, load_model_file
 from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.evaluation.models import OpenedModel, flags_of_run, open_model, options_of_run
+from openclip_ext.evaluation.models import OpenedModel, config_of_run, open_model, options_of_run
 from openclip_ext.losses.heads import stored_heads
 
 # Key in a model file for the weight of the trained weights.
@@ -44,6 +45,14 @@ def mixed(initial: Mapping[str, Tensor], trained: Mapping[str, Tensor], weight: 
     }
 
 
+def refuse_other_weights(pretrained: str | None, expected: str | None) -> None:
+    """Raise UsageError if a run's file of initial weights does not have the SHA-256 that the run has stored, if any."""
+    if expected is not None and pretrained is not None and checksum(Path(pretrained)) != expected:
+        raise UsageError(
+            f"{pretrained} has changed since the run started from it, so a mix would be wrong. Restore the file"
+        )
+
+
 def mixes(opened: OpenedModel, weights: Sequence[float]) -> Iterator[OpenedModel]:
     """Yield the model with the weights (1 − α) · initial + α · trained, for each α (WiSE-FT, Wortsman et al. 2022).
 
@@ -54,7 +63,8 @@ def mixes(opened: OpenedModel, weights: Sequence[float]) -> Iterator[OpenedModel
         UsageError: The run did not start from pretrained weights, or the checkpoint is a mix already or has projection heads.
     """
     path = Path(opened.checkpoint)
-    flags = flags_of_run(path)
+    config = config_of_run(path)
+    flags = config.get("flags", {})
     if not flags.get("pretrained") and not flags.get("model", "").startswith(("local-dir:", "hf-hub:")):
         raise UsageError("--interpolate: the run did not start from --pretrained weights. Remove the flag")
     if (chosen := load_model_file(path, mmap=True).get(WEIGHT_KEY)) is not None:
@@ -70,6 +80,8 @@ def mixes(opened: OpenedModel, weights: Sequence[float]) -> Iterator[OpenedModel
             f"--interpolate needs the run's initial weights, {pretrained or flags['model']}. If their path is relative, start "
             f"the command in the folder in which the run was started ({error})"
         ) from error
+    start_file = pretrained or compat.hub_weights(flags["model"], flags.get("cache_dir"))
+    refuse_other_weights(start_file, config.get("pretrained_weights"))
     initial = start.model.state_dict()
     trained = {name: value.cpu().clone() for name, value in opened.model.state_dict().items()}
     for weight in weights:

@@ -177,8 +177,11 @@ def _create(
 
 
 def _architecture(name: str) -> dict[str, Any]:
-    """Return OpenCLIP's configuration of a model; an empty dictionary for ``hf-hub:`` and ``local-dir:`` names."""
+    """Return OpenCLIP's configuration of a model; an empty dictionary if a folder or the hub does not have it."""
     if name.startswith(_WITH_WEIGHTS):
+        # The hub client raises many types of errors. Loading the model explains them.
+        with contextlib.suppress(Exception):
+            return {"model": compat.architecture(name, None)}
         return {}
     config = open_clip.get_model_config(name.replace("/", "-"))
     if config is None:
@@ -212,14 +215,19 @@ def _version(checkpoint: str | None) -> tuple[int, int]:
     return status.st_ino, status.st_mtime_ns
 
 
-def flags_of_run(source: str | Path | None) -> dict[str, Any]:
-    """Return the flags in the ``config.json`` of a checkpoint's run folder; empty if the file is not in a run folder."""
+def config_of_run(source: str | Path | None) -> dict[str, Any]:
+    """Return the :func:`read_config` of a checkpoint's run folder; empty if the file is not in a run folder."""
     if source is None or not Path(source).is_file():  # a pretrained tag has no run, also in a run folder
         return {}
     # A checkpoint may be a link to a run's file, and the folder checkpoints/ of a run may be a link to another disk.
     folders = [path.parent.parent for path in (Path(source).absolute(), Path(source).resolve())]
     run = next((folder for folder in folders if (folder / "config.json").is_file()), None)
-    return {} if run is None else read_config(run)["flags"]
+    return {} if run is None else read_config(run)
+
+
+def flags_of_run(source: str | Path | None) -> dict[str, Any]:
+    """Return the flags of the run that wrote a checkpoint; empty if the file is not in a run folder."""
+    return config_of_run(source).get("flags", {})
 
 
 def model_of_run(checkpoint: str | Path | None) -> str | None:

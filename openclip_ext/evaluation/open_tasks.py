@@ -6,7 +6,7 @@ image-caption pairs in any format of training data.
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ import open_clip
 from timm.data import ImageNetInfo
 
 from openclip_ext.cli.messages import get_logger
-from openclip_ext.data.loader.build import build_source
+from openclip_ext.data.loader.build import build_source, data_files, stamped, with_own_columns
+from openclip_ext.data.sources.rows import RowSource
 from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec, is_saved
 from openclip_ext.evaluation import metrics
 from openclip_ext.evaluation.encoder import Encoder
 from openclip_ext.evaluation.metrics import Answers, Metrics
-from openclip_ext.evaluation.results import averages
+from openclip_ext.evaluation.results import averages, config_digest
 from openclip_ext.evaluation.samples import (
     CLASSNAMES_FILE,
     INSTANCES_FILE,
@@ -162,13 +163,25 @@ def own_task(place: str | Path, template: str | None = None, pairs: DataSpec | N
     if (labels := _label_source(spec)) is not None:
         # Training scores the task in each epoch, but reading the labels reads all rows.
         read_once = cache(partial(_read_table, path, labels, template))
-        return Classification(name=name, path=path, template=template, read=read_once)
+
+        def digest() -> str:
+            return config_digest(stamped([*labels.files(), str(path.parent / TEMPLATES_FILE)]))
+
+        return Classification(name=name, path=path, template=template, read=read_once, digest=digest)
     return retrieval(name, spec)
 
 
 def retrieval(name: str, spec: DataSpec) -> Retrieval:
     """Return the retrieval task of a set of image-caption pairs."""
-    return Retrieval(name=name, path=Path(str(spec.source)), batches=lambda encoder: encoder.pairs(spec))
+    path, digest = Path(str(spec.source)), partial(_digest_of_pairs, spec)
+    return Retrieval(name=name, path=path, batches=lambda encoder: encoder.pairs(spec), digest=digest)
+
+
+def _digest_of_pairs(spec: DataSpec) -> str:
+    """Return a digest of the files of a data set and of how it is read; an empty text for data that cannot be read."""
+    with contextlib.suppress(ValueError, OSError):
+        return config_digest([asdict(spec), with_own_columns(spec, data_files)])
+    return ""
 
 
 def _in_datacomp_layout(folder: Path, name: str) -> Task:
@@ -194,7 +207,8 @@ def read_class_folders(folder: Path, template: str | None = None) -> Labeled:
     """Return the images of a folder with one folder per class.
 
     The folders' names are the class names, with spaces for underscores as in training. With ``classnames.txt``, a folder's
-    name is a line of this file, or a line's number (from 0). If not, the lines follow the folders in alphabetical order.
+    name is a line of this file, apart from underscores and capitals, or a line's number (from 0). If no folder's name is a
+    line, the lines follow the folders in alphabetical order, or in the order of their numbers.
     """
     path = folder / CLASSNAMES_FILE
     if not path.is_file():
@@ -203,21 +217,30 @@ def read_class_folders(folder: Path, template: str | None = None) -> Labeled:
     lines = read_lines(path, "class names", are_labels=True)
 
     def numbered(names: list[str]) -> Mapping[str, int]:
-        if {*names} <= {*lines}:
-            return {name: lines.index(name) for name in names}
-        if all(name.isdecimal() and int(name) < len(lines) for name in names):
+        places = {_plain(line): place for place, line in reversed([*enumerate(lines)])}
+        unknown = [name for name in names if _plain(name) not in places]
+        if not unknown:
+            return {name: lines.index(name) if name in lines else places[_plain(name)] for name in names}
+        are_numbers = all(map(str.isdecimal, names))
+        if are_numbers and max(map(int, names)) < len(lines):
             return {name: int(name) for name in names}
+        if len(unknown) < len(names):  # the order of the lines is then not the order of the folders
+            raise DataError(f"{path} has no line for the class folder {unknown[0]}. Add it, or rename the folder.")
         if len(names) != len(lines):
             raise DataError(
                 f"{path}: expected a line for each of the {len(names)} class folders in {folder}, found {len(lines)}."
             )
-        return {name: place for place, name in enumerate(names)}
+        return {name: place for place, name in enumerate(sorted(names, key=int) if are_numbers else names)}
 
     samples, _ = class_folders(folder, numbered)
     return Labeled(samples, lines, prompts(folder, template))
 
 
-def _label_source(spec: DataSpec) -> Source | None:
+def _plain(name: str) -> str:
+    return name.replace("_", " ").casefold()
+
+
+def _label_source(spec: DataSpec) -> RowSource | None:
     """Return a table whose captions are labels. None means that the data are no table, or have no labels."""
     if spec.resolved_type not in ("csv", "table"):
         return None
@@ -225,6 +248,7 @@ def _label_source(spec: DataSpec) -> Source | None:
     for column in (spec.csv_caption_key, *of_labels):
         with contextlib.suppress(ValueError):
             source = build_source(replace(spec, csv_caption_key=column, caption_template="{}"))
+            assert isinstance(source, RowSource)
             return source if column in of_labels or source.has_classes else None
     return None  # the loader of pairs explains what is wrong with the table
 

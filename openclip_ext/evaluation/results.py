@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # at run time, these modules would import OpenCLIP and scikit
 
 LOG_FILE, RESULTS_FILE, _LOCK_FILE = "eval_log.jsonl", "eval_results.jsonl", ".eval_results.jsonl.lock"
 # Change this name whenever a code change may give the same weights different scores on the same data.
-PROTOCOL = "datacomp-3"
+PROTOCOL = "datacomp-4"
 
 
 def config_digest(config: Any) -> str:

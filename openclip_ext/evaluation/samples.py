@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 
 from openclip_ext.data.processes import begin_worker
 from openclip_ext.data.shards import tar
-from openclip_ext.data.sources.source import Source, reason_of
-from openclip_ext.data.sources.spec import IMAGE_FILE_ENDINGS, images_below
+from openclip_ext.data.sources.source import BadSampleError, Source, decode_image, reason_of
+from openclip_ext.data.sources.spec import IMAGE_FILE_ENDINGS, files_below, images_below
 from openclip_ext.data.sources.spec import class_folders as subfolders
 
 IMAGE_EXTENSIONS = ("webp", "png", "jpg", "jpeg")
@@ -45,8 +45,8 @@ class SampleFormat(NamedTuple):
     num_classes: int | None = None  # labels (``cls``) must be below this number; None means no labels
     metadata_columns: int = 0  # length of the vector in ``npy``
     captions: bool = False  # whether ``txt`` contains captions, one per line
-    # Whether to convert images to RGB before the transform. If False, OpenCLIP's transform resizes images in their stored
-    # mode: palette images by nearest neighbor, and images with alpha after multiplying colors by alpha.
+    # Whether to convert images to RGB before the transform, as in training. If False, OpenCLIP's transform resizes images in
+    # their stored mode: palette images by nearest neighbor, and images with alpha after multiplying colors by alpha.
     convert_first: bool = True
 
 
@@ -171,11 +171,9 @@ def _read_batch(
         except (DataError, OSError) as error:
             return Batch(error=str(error))
         try:
-            image: Image.Image = Image.open(io.BytesIO(content))
-            image.load()
-            image = image.convert("RGB") if wanted.convert_first else image
-        except Exception as error:  # decoders raise many exceptions, even struct.error and SyntaxError
-            batch.skipped[stored.key] = f"{stored.where}: the image does not decode: {reason_of(error)}"
+            image = decode_image(content) if wanted.convert_first else _decode_unconverted(content)
+        except BadSampleError as error:
+            batch.skipped[stored.key] = f"{stored.where}: {error}"
             continue
         batch.keys.append(stored.key)
         batch.captions.append(fields.pop("captions", []))
@@ -183,6 +181,15 @@ def _read_batch(
             rows[name].append(torch.as_tensor(value))
     batch.values = {name: torch.stack(row) for name, row in rows.items()}
     return batch
+
+
+def _decode_unconverted(content: bytes) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(content))
+        image.load()
+        return image
+    except Exception as error:  # decoders raise many exceptions, even struct.error and SyntaxError
+        raise BadSampleError(f"the image does not decode: {reason_of(error)}") from error
 
 
 class Labeled(NamedTuple):
@@ -326,12 +333,14 @@ def read_instances(folder: Path, keys: Collection[str]) -> list[Instance]:
 def fingerprint(path: Path) -> str:
     """Return a digest of the names, sizes and modification times of a data set's files."""
     digest = hashlib.sha256()
-    if (path / "test").is_dir():  # DataComp's layout
+    if (path / "test" / "nshards.txt").is_file():  # DataComp's layout
         # glob follows a link to test/, which rglob does not. A broken link counts as missing, so the task itself reports it.
         inside = [found for pattern in ("*", "test/*") for found in path.glob(pattern)]
         inside = [found for found in inside if found.suffix in (".txt", ".jsonl", ".tar")]
+    elif path.is_dir():
+        inside = [*map(Path, files_below(str(path)))]  # links to class folders are followed
     else:
-        inside = [*path.rglob("*")] if path.is_dir() else [path] if path.exists() else [*path.parent.glob(path.name)]
+        inside = [path]
     for found in sorted(found for found in inside if found.is_file()):
         status = found.stat()
         digest.update(f"{found.relative_to(path.parent)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
@@ -382,8 +391,9 @@ def class_folders(
 
 def source_samples(name: str, source: Source) -> tuple[Samples, list[str]]:
     """Return the samples of a table whose captions are labels, and the different labels in alphabetical order."""
-    rows = [source.describe(raw) for raw in source.read([np.arange(source.num_samples)])]
-    if unlabeled := [number for number, (_, label) in enumerate(rows) if not label.strip()]:
+    described = (source.describe(raw) for raw in source.read([np.arange(source.num_samples)]))
+    rows = [(path, label.strip()) for path, label in described]
+    if unlabeled := [number for number, (_, label) in enumerate(rows) if not label]:
         raise DataError(
             f"{name}: row {unlabeled[0]} has no label ({len(unlabeled)} of {len(rows)} rows have none). Add the labels."
         )

@@ -82,6 +82,7 @@ class Task(ABC):
         main_metric: The metric that stands for the task. None means that the task has no such metric.
         size: The number of samples that the data must have. None means any number.
         template: Prompt that replaces the data's. None means the data's. A result with another prompt is another result.
+        digest: Returns a digest of the data, if they are more than the files at ``path``. None means the files at ``path``.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Task(ABC):
     main_metric: str | None = None
     size: int | None = None
     template: str | None = None
+    digest: Callable[[], str] | None = None
 
     @abstractmethod
     def measure(self, encoder: Encoder) -> Scores:

@@ -1,5 +1,6 @@
 """Build a training run in the order of the data flow: index of the data, model, loader, loss, optimizer, evaluations."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from openclip_ext import compat, distributed
-from openclip_ext.checkpoint.format import Position, RunIdentity
+from openclip_ext.checkpoint.format import Position, RunIdentity, checksum
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -101,6 +102,7 @@ def build(
     )
 
     settings = run_folder.settings(flags, options) | {"reference_weights": reference and reference.about.get("weights")}
+    settings["pretrained_weights"] = _pretrained_weights(weights if folder else None, start)
     identity = _identity(plan, loader, settings)
     position = restoring.restore(start.checkpoint, identity, steps_per_epoch, step, stateful_parts(step, loader))
     # After a resume, an epoch may have fewer steps than the run has already completed in it.
@@ -111,7 +113,8 @@ def build(
     if folder is not None:
         if reference is not None:
             flags |= {"reference": str(reference.folder)}  # programs that read the run do not know ``start``
-        content = run_folder.Settings(config.words, flags, plan.loss.name, options, position.step + steps_left)
+        values = config.words, flags, plan.loss.name, options, position.step + steps_left
+        content = run_folder.Settings(*values, settings["pretrained_weights"])
         is_new = steps_left > 0 or start.checkpoint is None  # a run that is finished already keeps its settings
         distributed.on_rank0(lambda: _begin_folder(plan, folder, position, start, content if is_new else None))
     tasks: Sequence[Scheduled] = ()
@@ -162,11 +165,13 @@ def _embedded(
 
     assert plan.data is not None
     spec = replace(plan.data, reference=None)
+    # Flags such as --force-quick-gelu change neither the weights nor the architecture's file.
+    layers = sorted({type(layer).__name__ for layer in weights.modules()})
     of_model = {
         "model": plan.model.name,
         "pretrained": plan.model.weights,
         "weights": weights_digest(weights),
-        "config": config_digest([compat.architecture(plan.model.name, plan.model.cache_dir)]),
+        "config": config_digest([compat.architecture(plan.model.name, plan.model.cache_dir), layers]),
         "preprocess": str(built.preprocess_val),
     }
     built.model.eval()
@@ -204,6 +209,15 @@ def _identity(plan: RunPlan, loader: "AnyTrainLoader | RehearsalLoader", setting
         lora=f"rank {lora.rank}, alpha {lora.scale:g}, targets {lora.targets}" if lora.rank else None,
         settings=settings,
     )
+
+
+def _pretrained_weights(weights: str | None, start: Start) -> str | None:
+    """Return the SHA-256 of the file from which the run started, also if a resumed run's file has changed since."""
+    checkpoint = start.checkpoint
+    if checkpoint is not None and checkpoint.shared is not None:
+        return checkpoint.shared["identity"]["settings"].get("pretrained_weights")
+    is_file = checkpoint is None and weights is not None and os.path.isfile(weights)
+    return distributed.on_rank0(lambda: checksum(Path(weights)) if is_file and weights else None)
 
 
 def _log_settings(

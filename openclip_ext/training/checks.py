@@ -244,13 +244,17 @@ def _check_evaluation(config: EvaluationConfig) -> None:
         _check_other_data("--val-data", config.val_data)
     if config.class_data is not None:
         _check_other_data("--val-classes", config.class_data)
+    names: dict[str, str] = {}
     for path in config.kept_tasks:
         from openclip_ext.training.validation import kept_task
 
         try:
-            kept_task(path)
+            name = kept_task(path).name
         except ValueError as error:
             raise UsageError(f"--keep-tasks: {error}") from error
+        if name in names:  # one score would replace the other
+            raise UsageError(f"--keep-tasks: {names[name]} and {path} have the same name, {name}. Rename one of them")
+        names[name] = path
 
 
 def _check_other_data(flag: str, spec: DataSpec) -> None:

@@ -106,6 +106,11 @@ def _parse(argv: list[str]) -> Config:
         used = options.setdefault("steer", True) or options.get("distill") or options.get("mask_margin") is not None
         if not used:
             raise OptionError("distill", "steer=False: --reference then has no effect without distill= or mask_margin=")
+        if options["steer"] and args.keep_data is not None:  # a steered loss masks samples without reference embeddings
+            raise UsageError(
+                "--keep-data: steering would leave out the general pairs, because they have no reference embeddings. Give "
+                "--no-steer with --distill or --mask-margin, or remove --keep-data"
+            )
     elif given := sorted(REFERENCE_OPTIONS & options.keys()):
         raise OptionError(given[0], f"{given[0]}=: needs --reference FOLDER, which openclip-ext embed writes")
     return Config(_repeatable(typed, parser.flags), flags, args.loss, options, by_pairs)

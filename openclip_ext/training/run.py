@@ -174,6 +174,7 @@ def _mix(plan: RunPlan, trainer: Trainer, folder: Path | None) -> "Mixes | None"
 
     If this fails, log the error and return None, because the trained model is already saved.
     """
+    from openclip_ext.evaluation.mixes import refuse_other_weights
     from openclip_ext.training.interpolation import score_mixes
     from openclip_ext.training.validation import ScoredTask
 
@@ -183,6 +184,7 @@ def _mix(plan: RunPlan, trainer: Trainer, folder: Path | None) -> "Mixes | None"
         tasks = [scheduled for scheduled in trainer.tasks if isinstance(scheduled.task, ScoredTask)]
         logger.info("Scoring mixes of the pretrained and the trained weights ...")
         try:
+            refuse_other_weights(plan.model.weights, trainer.identity.settings["pretrained_weights"])
             device = trainer.step.settings.device
             mixes = score_mixes(tasks, plan.model, content, plan.tuning.keep_at_least, device, folder)
             logger.info(f"Before and after:\n{mixes}")

@@ -38,7 +38,7 @@ TOP_K = (1, 5)  # of ImageNet's accuracies
 RECALLS = tuple(f"{direction}_R@{k}" for direction in (IMAGE_TO_TEXT, TEXT_TO_IMAGE) for k in RECALL_AT)
 CLASS_ACCURACY = "classes_accuracy"
 KEPT = "kept_"  # prefix of the metrics of the held-out --keep-data
-# If a metric's name contains one of these words, smaller values are better.
+# If the name of a metric, except a kept one, contains one of these words, smaller values are better.
 _LESS_IS_BETTER = ("loss", "rank")
 
 
@@ -300,8 +300,8 @@ def top_name(data: str, k: int) -> str:
 def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) -> bool:
     """Return whether an evaluation is better than the model in ``best.pt``, whose metric is in ``results.jsonl``.
 
-    Without such a model, every evaluation is better. For losses and ranks, smaller is better. For other metrics, larger is
-    better. Return False if ``metrics`` is empty.
+    Without such a model, every evaluation is better. For losses and ranks, smaller is better. For other metrics, also of
+    ``--keep-tasks``, larger is better. Return False if ``metrics`` is empty.
 
     Args:
         folder: The run's ``checkpoints/``.
@@ -312,7 +312,8 @@ def is_best(metrics: dict[str, float], metric: str, folder: Path, epoch: int) ->
     if metric not in metrics:
         logger.warning(f"--keep-best {metric}: no such metric in this evaluation, found: {', '.join(metrics)}")
         return False
-    sign = -1 if any(word in metric for word in _LESS_IS_BETTER) else 1
+    # The name of one of --keep-tasks is the user's, and may contain such a word: "blossoms".
+    sign = -1 if not metric.startswith(KEPT) and any(word in metric for word in _LESS_IS_BETTER) else 1
     # An earlier evaluation may be better, but if its model could not be saved, it must not prevent this save.
     saved = None
     with contextlib.suppress(UsageError):

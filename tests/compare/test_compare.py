@@ -36,6 +36,7 @@ from openclip_ext.training.validation import Validation
 from tests.compare.colors import members, write_names
 from tests.data.shards import image_bytes, write_csv, write_tar
 from tests.data.test_reference import write_store
+from tests.training.test_models import VISION, model_folder
 
 COSTS = Costs(per_sample={BASELINE: 1e-3, "neuclip": 2e-3}, per_run=3.0)
 CPU = torch.device("cpu")
@@ -357,15 +358,26 @@ def test_validation_in_training_gives_the_scores_of_a_run(compared):
         assert 0 < float(found.hits().mean()) == pytest.approx(metrics[name])
 
 
-def test_images_of_a_csv_file_that_have_changed_are_decoded_again(data):
-    table = str(write_csv(data, rows=60))
-    (data / "others").mkdir()
-    others = str(write_csv(data / "others", rows=60))
-    argv = [table, *arguments(data)[1:], "--val", others, "--dataset-type", "csv"]
+@pytest.mark.parametrize("kind", ["csv", "classes"])
+def test_images_that_have_changed_are_decoded_again(kind, data):
+    sets = [str(write_images(kind, data / part)) for part in ("train", "val")]
+    argv = [sets[0], *arguments(data)[1:], "--val", sets[1]]
     before = opened(argv).data.digest
     assert opened(argv).data.digest == before
-    (data / "7.jpg").write_bytes(image_bytes(8))
+    (image,) = (data / "train").rglob("7.jpg")
+    image.write_bytes(image_bytes(8))
     assert opened(argv).data.digest != before
+
+
+def write_images(kind: str, folder: Path) -> Path:
+    """Write 60 images with a CSV file, or in two class folders; return the path of the data set."""
+    if kind == "csv":
+        return write_csv(folder, rows=60)
+    for number in range(60):
+        place = folder / "classes" / ("even", "odd")[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.jpg").write_bytes(image_bytes(number))
+    return folder / "classes"
 
 
 TIMES = {"step_seconds", "memory_bytes", "curves", "command"}
@@ -507,12 +519,20 @@ def test_limits_of_the_schedule_fit_shorter_runs_and_smaller_rates(data, typed, 
     assert {name: getattr(schedule, name) for name in expected} == expected
 
 
-def test_runs_from_other_weights_in_the_same_file_are_not_reused(data):
-    weights, found = data / "weights.pt", []
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_runs_from_other_weights_in_the_same_place_are_not_reused(kind, data):
+    weights, more, found = data / "weights.pt", ["--pretrained", str(data / "weights.pt")], []
+    if kind == "folder":
+        more = ["--model", model_folder(data / "model", VISION)]
+        weights = data / "model" / "open_clip_pytorch_model.bin"
     for content in (b"a", b"a", b"b"):
         weights.write_bytes(content)
-        found.append(comparison.digest_of_flags(*parse(arguments(data, "--pretrained", str(weights)))))
+        found.append(comparison.digest_of_flags(*parse(arguments(data, *more))))
     assert found[0] == found[1] != found[2]
+    if kind == "folder":
+        config = weights.with_name("open_clip_config.json")
+        config.write_text(config.read_text().replace('"embed_dim"', '"quick_gelu": true, "embed_dim"'))
+        assert comparison.digest_of_flags(*parse(arguments(data, *more))) != found[2]
 
 
 @pytest.mark.parametrize(("more", "rate"), [([], 5e-4), (["--pretrained"], 1e-5), (["--pretrained", "--lr"], 3e-4)])

@@ -97,6 +97,25 @@ def test_class_folders_have_captions_of_a_template(tmp_path):
     assert found == {"a picture of my coffee mug", "a picture of my kettle"}
 
 
+def test_another_image_of_a_class_makes_other_data_and_another_place_does_not(tmp_path):
+    """Stored embeddings belong to rows, and a new file moves the rows of its class."""
+    folder = Path(write_class_folders(tmp_path))
+    before = TableSource(str(folder)).index_digest
+    folder = folder.rename(tmp_path / "moved")
+    assert TableSource(str(folder)).index_digest == before
+    (folder / "kettle" / "1.png").rename(folder / "kettle" / "99.png")
+    assert TableSource(str(folder)).index_digest != before
+
+
+def test_other_images_of_a_file_with_equal_captions_are_other_data(tmp_path):
+    path, found = str(tmp_path / "pairs.parquet"), set()
+    for first in (0, 1):
+        images = [{"bytes": picture(number)[: 100 + number], "path": None} for number in (first, 1 - first)]
+        datasets.Dataset.from_dict({"image": images, "caption": ["a kettle"] * 2}).to_parquet(path)
+        found.add(TableSource(path).index_digest)
+    assert len(found) == 2
+
+
 def test_class_folders_have_every_image_below_a_folder_and_name_a_broken_one(tmp_path, caplog):
     folder = Path(write_class_folders(tmp_path))
     for place in ("kettle/2024/test_1.PNG", "kettle/train_2.png", "größe 2/val.png"):

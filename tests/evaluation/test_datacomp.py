@@ -201,7 +201,7 @@ def test_other_model_options_are_named_in_the_report(tiny_folder, tmp_path):
         assert evaluate(tmp_path / "run" / "checkpoints", tmp_path, *own, *more) == 0
     runs = read_runs([str(tmp_path / "run"), str(tmp_path / "48")])
     protocols = [protocol for run in runs for protocol in run.final.protocols]
-    assert protocols == [f"{datasets.TINY_MODEL} fp32 datacomp-3{options}" for options in ("", " force_image_size=48")]
+    assert protocols == [f"{datasets.TINY_MODEL} fp32 datacomp-4{options}" for options in ("", " force_image_size=48")]
 
 
 @pytest.mark.parametrize("name", ["epoch_latest", "best"])

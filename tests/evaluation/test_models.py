@@ -18,6 +18,7 @@ from torch import nn
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation import models
 from openclip_ext.evaluation.models import open_model, options_of_run
+from openclip_ext.evaluation.results import run_identity
 from openclip_ext.losses.heads import HEADS_KEY
 from tests.evaluation.datasets import TINY_MODEL, tiny_checkpoint, tiny_model_config
 
@@ -46,7 +47,12 @@ def test_local_dir_models_bring_their_weights(tiny, tiny_folder, tmp_path):
     config = {"model_cfg": json.loads((tiny_folder / f"{TINY_MODEL}.json").read_text())}
     (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
     torch.save(tiny.model.state_dict(), tmp_path / "open_clip_pytorch_model.bin")
-    assert open_model(f"local-dir:{tmp_path}").weights_sha256 == tiny.weights_sha256
+    first = open_model(f"local-dir:{tmp_path}")
+    assert first.weights_sha256 == tiny.weights_sha256
+    config["model_cfg"]["quick_gelu"] = True
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    other = open_model(f"local-dir:{tmp_path}")  # another model with these weights, which has other results
+    assert run_identity(other, "fp32") != run_identity(first, "fp32")
     trained = open_model(tiny_checkpoint(tmp_path, seed=5, file_name="run/epoch_1.pt"), TINY_MODEL)
     loaded = open_model(trained.checkpoint, f"local-dir:{tmp_path}")
     assert loaded.weights_sha256 == trained.weights_sha256 != tiny.weights_sha256

@@ -5,11 +5,14 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation import datacomp
+from openclip_ext.evaluation.open_tasks import retrieval
 from openclip_ext.evaluation.report.__main__ import main as run_report
 from openclip_ext.evaluation.results import LOG_FILE, read_log
 from tests.data.shards import write_csv, write_shards
@@ -71,14 +74,27 @@ def test_class_folders_are_a_task_without_any_data_of_datacomp(evaluate, photos,
     assert found["photos"]["metrics"]["acc1"] == accuracy(tiny, photos, "digit {}"), "the prompt has changed"
 
 
+def write_run(folder: Path, tiny_folder: Path, **flags: str) -> dict[str, str]:
+    """Write a run folder with the tiny model's checkpoint; return its flags."""
+    (folder / "checkpoints").mkdir(parents=True)
+    shutil.copy(tiny_folder / "epoch_1.pt", folder / "checkpoints")
+    flags = {"model": datasets.TINY_MODEL, "caption_template": "the digit {}", **flags}
+    (folder / "config.json").write_text(json.dumps({"resolved": {"flags": flags, "loss": {}}}))
+    return flags
+
+
+def test_pairs_of_class_folders_have_the_captions_of_the_run(photos, tiny_folder, tiny, tmp_path):
+    flags = write_run(tmp_path / "run", tiny_folder)
+    arguments = [str(tmp_path / "run"), "--val-data", str(photos), "--device", "cpu", "--workers", "0"]
+    assert datacomp.main(arguments) == 0
+    (line,) = read_log(tmp_path / "run" / "datacomp" / "epoch_1")
+    spec = DataSpec(str(photos), caption_template=flags["caption_template"])
+    assert line["metrics"] == retrieval("val-data", spec).score(tiny.encoder(workers=0)).metrics
+
+
 def test_a_run_folder_or_its_checkpoint_is_the_model(photos, tiny_folder, tmp_path):
-    checkpoint = tmp_path / "run" / "checkpoints" / "epoch_1.pt"
-    checkpoint.parent.mkdir(parents=True)
-    shutil.copy(tiny_folder / "epoch_1.pt", checkpoint)
     table = write_csv(tmp_path, rows=6, columns=("place", "words"))
-    flags = {"model": datasets.TINY_MODEL, "csv_img_key": "place", "csv_caption_key": "words"}
-    flags["caption_template"] = "the digit {}"
-    (tmp_path / "run" / "config.json").write_text(json.dumps({"resolved": {"flags": flags, "loss": {}}}))
+    flags = write_run(tmp_path / "run", tiny_folder, csv_img_key="place", csv_caption_key="words")
     for model, more in (("run", []), ("run/checkpoints/epoch_1.pt", ["--overwrite"])):
         arguments = [str(tmp_path / model), "--tasks", str(photos), "--val-data", str(table), "--device", "cpu", *more]
         assert datacomp.main([*arguments, "--workers", "0"]) == 0
@@ -91,16 +107,53 @@ def test_a_run_folder_or_its_checkpoint_is_the_model(photos, tiny_folder, tmp_pa
     assert "DataComp average" not in page
 
 
-@pytest.mark.parametrize("folders", ["names", "numbers", "order"])
-def test_classnames_name_the_folders(folders, evaluate, photos, tiny):
-    expected = accuracy(tiny, photos, "a photo of a {}")
+@pytest.mark.parametrize("folder", ["{name}", "{number}", "{after}", "class {number}", "Digit_{name}"])
+def test_classnames_name_the_folders(folder, evaluate, photos, tiny):
+    """If a name is a line, the order of the lines is free. Numbers from 1 follow each other as numbers: 1, 2, ..., 10."""
+    expected = accuracy(tiny, photos, "digit {}")
     lines = sorted(NAMES)
-    if folders != "names":
-        for number, name in enumerate(lines):
-            (photos / name).rename(photos / (f"{number}" if folders == "numbers" else f"class {number}"))
+    for number, name in enumerate(lines):
+        (photos / name).rename(photos / folder.format(name=name, number=number, after=number + 1))
+    if "{name}" in folder:
+        lines = [folder.format(name=name).replace("_", " ").lower() for name in NAMES]
     (photos / "classnames.txt").write_text("".join(f"{name}\n" for name in lines))
-    status, found = evaluate("--tasks", photos)
+    status, found = evaluate("--tasks", photos, "--template", "{}" if "Digit" in folder else "digit {}")
     assert status == 0 and found["photos"]["metrics"]["acc1"] == expected
+
+
+def test_a_folder_without_its_line_among_others_is_refused(evaluate, photos, caplog):
+    (photos / "classnames.txt").write_text("".join(f"{name}\n" for name in NAMES))
+    (photos / "two").rename(photos / "tow")
+    assert evaluate("--tasks", photos)[0] == 1 and "tow" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["image", "image of a class", "shard", "prompts"])
+def test_a_result_of_other_data_is_not_kept(change, evaluate, photos, tmp_path):
+    table, shards = write_csv(tmp_path, rows=6), write_shards(tmp_path / "shards", [4, 2])
+    labels = tmp_path / "labels.csv"
+    labels.write_text("\n".join(["image,label", *(f"{path},{path.parent.name}" for path in photos.rglob("*.png"))]))
+    (linked := tmp_path / "linked").mkdir()
+    for name in NAMES:
+        (linked / name).symlink_to(photos / name)
+    place = {"image": table, "shard": tmp_path / "shards" / "{00000..00001}.tar", "prompts": labels}.get(change, linked)
+    before = evaluate("--tasks", place)[1]
+    assert evaluate("--tasks", place)[1] == before
+    if change == "shard":
+        write_shards(Path(shards[0]).parent, [3, 2])
+    elif change == "prompts":
+        (tmp_path / "zeroshot_classification_templates.txt").write_text("{c}\n")
+    else:
+        shutil.copy(next(photos.rglob("*.png")), {"image": tmp_path / "3.jpg"}.get(change, photos / "two" / "x.png"))
+    after = evaluate("--tasks", place)[1]
+    assert after.keys() == before.keys() and [*after.values()] != [*before.values()]
+
+
+def test_own_data_with_the_name_of_a_task_of_datacomp_are_another_task(evaluate, photos, tmp_path):
+    datasets.make_task(tmp_path / "data", "mnist", count=12)
+    own = photos.rename(tmp_path / "mnist")
+    arguments = ("--tasks", own, "mnist", "--data-dir", tmp_path / "data", "--allow-size-mismatch")
+    status, found = evaluate(*arguments)
+    assert status == 0 and {key: line["samples"] for key, line in found.items()} == {"own/mnist": COUNT, "mnist": 12}
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet", "numbers"])
@@ -110,7 +163,8 @@ def test_a_table_of_labels_is_a_task(kind, evaluate, photos, tiny):
     if kind in ("csv", "tsv"):
         separator = "," if kind == "csv" else "\t"
         header = ["image", "label"] if kind == "csv" else ["Image", "Label"]
-        path.write_text("\n".join(separator.join(row) for row in [header, *(row.values() for row in rows)]))
+        lines = [[row["image"], row["label"] + " " * (number % 2)] for number, row in enumerate(rows)]
+        path.write_text("\n".join(map(separator.join, [header, *lines])))
     elif kind == "jsonl":
         pytest.importorskip("datasets")
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -149,6 +203,7 @@ def test_a_folder_in_datacomps_layout_is_a_task_of_any_size(key, evaluate, tmp_p
     own = shutil.copytree(folder, tmp_path / "mine")
     status, found = evaluate("--tasks", own)
     assert status == 0
+    assert evaluate("--tasks", own, "--template", "a {}")[0] == 2, "it would have no effect"
     values = {name: value for name, value in found["mine"]["metrics"].items() if name != "main_metric"}
     assert values == {name: by_key[key]["metrics"][name] for name in values}
 
@@ -170,6 +225,7 @@ def test_own_tasks_and_datacomps_share_a_folder_and_a_run(evaluate, photos, tmp_
         (["--tasks", "mnist"], "--data-dir"),
         ([], "--tasks PATH|own data in --tasks"),
         (["--tasks", "{photos}", "--template", "a photo"], "--template"),
+        (["--val-data", "{photos}", "--template", "a photo of a {{}}"], "--template"),
         (["--tasks", "{photos}/zero"], "no folder"),
     ],
 )
@@ -177,6 +233,15 @@ def test_what_is_no_task_is_one_sentence(arguments, word, evaluate, photos, capl
     status, found = evaluate(*(text.format(photos=photos) if "{photos" in text else text for text in arguments))
     assert status in (1, 2) and found == {}
     assert any(one in caplog.text for one in word.split("|")) and "Traceback" not in caplog.text
+
+
+def test_gray_images_of_16_bits_are_scaled_as_in_training(evaluate, photos):
+    expected = evaluate("--tasks", photos)[1]["photos"]["metrics"]
+    deep = photos.parent / "deep" / "photos"
+    for path in photos.rglob("*.png"):
+        (target := deep / path.relative_to(photos)).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.asarray(Image.open(path).convert("L")).astype(np.uint16) << 8).save(target)
+    assert evaluate("--tasks", deep)[1]["photos"]["metrics"] == expected
 
 
 def test_a_label_that_is_missing_is_named(evaluate, photos, caplog):

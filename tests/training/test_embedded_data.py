@@ -6,8 +6,9 @@ import torch
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.data.reference import EmbeddingStore
 from openclip_ext.evaluation.run_folder import read_config
+from tests.data.shards import undecodable, write_shards
 from tests.training import runs
-from tests.training.runs import assert_same_run, losses_of, run, small_command, train
+from tests.training.runs import assert_same_run, losses_of, metrics_of, run, small_command, train
 from tests.training.test_frozen import image_tower
 from tests.training.test_models import TIMM, model_folder
 
@@ -46,8 +47,20 @@ def test_features_are_written_once_and_belong_to_the_tower(shards, tmp_path):
     written = (tmp_path / "store" / "images.npy").stat().st_mtime_ns
     assert_same_run(train(shards, tmp_path, "resumed", "queueclip", *more, stops=(3,)), whole)
     assert (tmp_path / "store" / "images.npy").stat().st_mtime_ns == written
-    with pytest.raises(UsageError, match="has different embeddings"):  # another seed gives other random weights
-        run(small_command(shards, tmp_path, "other", "queueclip", *more, "--seed", "4"))
+    for flags in (["--seed", "4"], ["--force-quick-gelu"]):  # another seed gives other random weights
+        with pytest.raises(UsageError, match="has different embeddings"):
+            run(small_command(shards, tmp_path, "other", "queueclip", *more, *flags))
+
+
+def test_images_that_do_not_decode_are_bad_samples_of_the_features_too(tmp_path):
+    bad = {number: undecodable(number) for number in (5, 30)}
+    write_shards(tmp_path / "data", [20, 28], bad)
+    data, more = str(tmp_path / "data" / "*.tar"), [*LOCKED, *WHOLE_IMAGES, "--epochs", "1"]
+    tower = train(data, tmp_path, "tower", "openclip", *more)
+    features = train(data, tmp_path, "features", "openclip", *more, "--image-features", str(tmp_path / "store"))
+    for expected, found in zip(losses_of(tower), losses_of(features), strict=True):
+        assert found == pytest.approx(expected, rel=2e-3)
+    assert [metrics_of(folder)[-1]["bad_samples"] for folder in (tower, features)] == [len(bad)] * 2
 
 
 def test_two_ranks_share_the_features(shards, tmp_path, projected):

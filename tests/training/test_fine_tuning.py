@@ -142,6 +142,21 @@ def test_initial_weights_that_are_not_found_are_explained(start, whole, shards, 
     assert "--interpolate" in caplog.text and "start.pt" in caplog.text and "relative" in caplog.text
 
 
+def test_initial_weights_that_have_changed_are_not_mixed(start, shards, tmp_path, caplog):
+    """In a resumed run, and in an evaluation of the run."""
+    weights = Path(shutil.copy(start, tmp_path / "start.pt"))
+    more = ["--pretrained", str(weights), "--val-data", shards, "--resume", "latest"]
+    command = small_command(shards, tmp_path, "run", "openclip", *more)
+    assert run(command, stop_after=3) == runs.EXIT_AFTER_SIGTERM
+    content = torch.load(weights, weights_only=True)
+    torch.save({"state_dict": {name: 2 * value for name, value in content["state_dict"].items()}}, weights)
+    assert run(command) == 0
+    assert not (tmp_path / "run" / "checkpoints" / "interpolated.pt").exists()
+    evaluated = [str(tmp_path / "run"), "--val-data", shards, "--device", "cpu", "--workers", "0"]
+    assert datacomp.main([*evaluated, "--interpolate", "0.5"]) == 2
+    assert caplog.text.count(f"{weights} has changed") == 2
+
+
 @pytest.mark.parametrize("more", [["--batch-size", "8"], ["--keep-share", "0.5"]])
 def test_a_run_with_general_pairs_keeps_its_batch(more, whole, flags, shards, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
@@ -206,7 +221,7 @@ def test_the_comparison_can_be_omitted_and_does_not_change_the_training(flags, s
 
 def test_general_pairs_need_no_embeddings_of_a_reference_model(keep, shards, tmp_path):
     store = write_store(tmp_path / "store", shards)
-    more = ("--reference", str(store), "--distill", "0.5", "--keep-data", keep)
+    more = ("--reference", str(store), "--no-steer", "--distill", "0.5", "--keep-data", keep)
     steps = [
         line for line in runs.metrics_of(runs.train(shards, tmp_path, "run", "queueclip", *more)) if "loss" in line
     ]

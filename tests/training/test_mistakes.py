@@ -298,7 +298,9 @@ BEFORE_THE_MODEL = [
     ("openclip", "--keep-data unusable.jsonl", "--keep-data & none of the first"),
     ("openclip", "--val-classes nothing.csv", "--val-classes & nothing.csv"),
     ("openclip", "--keep-tasks nothing", "--keep-tasks & nothing"),
+    ("openclip", "--keep-tasks a/val::b/val", "--keep-tasks & a/val & b/val"),
     ("openclip", "--keep-share 0.5", "--keep-share & --keep-data"),
+    ("queueclip", "--keep-data SHARDS --reference store", "--keep-data & --no-steer"),
     ("openclip", "--keep-data SHARDS --keep-share 1", "--keep-share"),
     ("openclip", "--keep-data SHARDS --batch-size 1", "--keep-data & --batch-size"),
     ("openclip", "--keep-data SHARDS --single-source-batches", "--single-source-batches"),
@@ -364,6 +366,8 @@ def test_what_the_data_the_model_or_the_loss_cannot_do_is_told(
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     if "few" in flags:
         (tmp_path / "0.png").write_bytes(image_bytes(0))
+    for folder in ("a", "b"):
+        (tmp_path / folder / "val").mkdir(parents=True)
     if (loss, flags, said) in BEFORE_THE_MODEL:
         monkeypatch.setattr(ModelConfig, "create", lambda *_: pytest.fail("the model was built"))
     with pytest.raises(ValueError) as error:

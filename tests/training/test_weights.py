@@ -206,6 +206,13 @@ def test_the_best_of_the_earlier_results(tmp_path, caplog):
     assert "no such metric in this evaluation, found: top5" in caplog.text
 
 
+def test_the_name_of_a_task_does_not_tell_what_is_better(tmp_path):
+    torch.save({"epoch": 1, "name": "run", "state_dict": {}}, tmp_path / "best.pt")
+    (tmp_path / "results.jsonl").write_text('{"kept_blossoms": 0.3, "epoch": 1}\n')
+    assert is_best({"kept_blossoms": 0.4}, "kept_blossoms", tmp_path, 2)
+    assert not is_best({"kept_blossoms": 0.2}, "kept_blossoms", tmp_path, 2)
+
+
 def test_a_best_model_that_could_not_be_saved_does_not_prevent_the_next(shards, tmp_path, caplog):
     """The metric is the same in all epochs, so that no epoch is better than the first."""
     metric = ["--val-data", shards, "--keep-best", "num_samples", "--resume", "latest"]

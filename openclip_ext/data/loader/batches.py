@@ -164,6 +164,9 @@ class BatchDataset(Dataset):
             image, caption, image_hash = decode_with_hash(source, raw, self._decoder, draw)
         else:
             image, caption = source.decode(raw, self._decoder, draw)
+        features = source.image_features
+        if features is not None and not features.has_image(raw.index):
+            raise BadSampleError("the image did not decode when --image-features was written")
         if self._config.draw_sentences:
             sentences = sentences_of(caption)
             caption = sentences[self._hash(Purpose.SENTENCE, epoch, raw.index) % len(sentences)]

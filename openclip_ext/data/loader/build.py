@@ -3,8 +3,9 @@
 import contextlib
 import itertools
 import math
+import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +22,7 @@ from openclip_ext.data.manifest.find import find_or_create_manifest
 from openclip_ext.data.reference import START, EmbeddingStore
 from openclip_ext.data.shards.shard_source import SHARDS_IN_USE, ShardSource
 from openclip_ext.data.shards.shardlist import expand_components, expand_shards
+from openclip_ext.data.sources.rows import RowSource
 from openclip_ext.data.sources.source import (
     BadDataError,
     BadSampleError,
@@ -183,6 +185,30 @@ def number_of_pairs(spec: DataSpec) -> int:
     if spec.resolved_type == "webdataset":
         return build_source(spec).num_kept
     return distributed.on_rank0(lambda: build_source(spec).num_kept)
+
+
+def data_files(spec: DataSpec) -> list[tuple[Any, ...]]:
+    """Return the names of a data set's files, with size and modification time if the file is local."""
+    files = [os.fspath(spec.manifest)] if spec.manifest else []
+    if spec.resolved_type == "webdataset":
+        files += expand_shards(spec.source or "")
+    elif spec.resolved_type in ("csv", "table"):
+        source = build_source(spec)
+        assert isinstance(source, RowSource)
+        files += source.files()
+    return stamped(files)
+
+
+def stamped(files: Iterable[str]) -> list[tuple[Any, ...]]:
+    """Return the names of files, with size and modification time if the file is local and exists."""
+    found: list[tuple[Any, ...]] = []
+    for file in files:
+        try:
+            status = os.stat(file)
+            found.append((file, status.st_size, status.st_mtime_ns))
+        except (OSError, ValueError):  # not a local file
+            found.append((file,))
+    return found
 
 
 def build_other_source(spec: DataSpec) -> Source:

@@ -103,7 +103,6 @@ class CsvSource(RowSource):
         return _texts_of(self._hard, number)
 
     def files(self) -> list[str]:
-        """Return the paths of the CSV file and of the images in it."""
         return [self.path, *(located(self._images[row], self.path) for row in range(self.num_samples))]
 
     def known_bad(self) -> tuple[int, str]:

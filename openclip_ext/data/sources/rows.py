@@ -27,6 +27,10 @@ class RowSource(Source):
     def row(self, number: int) -> tuple[bytes | str, list[str]]:
         """Return the content or the path of a row's image, empty if missing, and its captions without blank ones."""
 
+    @abstractmethod
+    def files(self) -> list[str]:
+        """Return the paths of the table's files, and of the images that they name."""
+
     def hard_negatives(self, number: int) -> list[str]:
         """Return a row's captions that do not fit its image, without blank ones."""
         return []

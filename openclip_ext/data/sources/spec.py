@@ -174,15 +174,18 @@ def class_folders(folder: str) -> list[str]:
     return names
 
 
-def images_below(folder: str) -> Iterator[str]:
-    """Yield the paths of the images at any depth below a folder, sorted and without hidden ones."""
+def files_below(folder: str) -> Iterator[str]:
+    """Yield the paths of the files at any depth below a folder, also through links, sorted and without hidden ones."""
     for place, folders, files in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            if is_image_file(name):
-                yield os.path.join(place, name)
+        yield from (os.path.join(place, name) for name in sorted(files) if not name.startswith("."))
 
 
-def is_image_file(name: str) -> bool:
-    """Return whether the name of a file is that of an image, and is not hidden."""
-    return not name.startswith(".") and name.lower().endswith(IMAGE_FILE_ENDINGS)
+def images_below(folder: str) -> Iterator[str]:
+    """Yield the paths of the images among :func:`files_below`."""
+    return filter(is_image_file, files_below(folder))
+
+
+def is_image_file(path: str) -> bool:
+    """Return whether the path of a file ends like that of an image."""
+    return path.lower().endswith(IMAGE_FILE_ENDINGS)

@@ -3,17 +3,25 @@
 ``datasets`` maps the rows from disk, so workers share them.
 """
 
+import glob
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.cli.options import nearest
 from openclip_ext.data.sources.keys import CAPTION_COLUMNS, DATA_FORMATS, IMAGE_COLUMNS
-from openclip_ext.data.sources.rows import RowSource
-from openclip_ext.data.sources.spec import TABLE_LOADERS, class_folders, images_below, is_image_file, is_saved
+from openclip_ext.data.sources.rows import RowSource, located
+from openclip_ext.data.sources.spec import (
+    TABLE_LOADERS,
+    class_folders,
+    files_below,
+    images_below,
+    is_image_file,
+    is_saved,
+)
 
 logger = get_logger(__name__)
 
@@ -72,6 +80,8 @@ class TableSource(RowSource):
         content = hashlib.blake2b(repr(self._classes).encode(), digest_size=8)
         for rows in captions.iter(batch_size=10_000):
             content.update(repr(list(rows.values())).encode(errors="surrogateescape"))
+        for image, size in _places_of_images(table, self._image):
+            content.update(repr((_below(image, path), size)).encode(errors="surrogateescape"))
         super().__init__(path, len(table), content.hexdigest())
 
     def row(self, number: int) -> tuple[bytes | str, list[str]]:
@@ -82,8 +92,12 @@ class TableSource(RowSource):
         return self._captions(self._table.select_columns(self._hard)[number], self._hard)
 
     def files(self) -> list[str]:
-        """Return the path of the table."""
-        return [self.path]
+        if os.path.isdir(self.path):
+            files = list(files_below(self.path))
+        else:
+            files = sorted(glob.glob(self.path)) or [self.path]
+        images = (path for path, size in _places_of_images(self._table, self._image) if path and not size)
+        return list(dict.fromkeys([*files, *(located(path, self.path) for path in images)]))
 
     def _captions(self, row: dict[str, Any], columns: Sequence[str]) -> list[str]:
         """Return the texts in some columns of a row, without blank ones."""
@@ -127,7 +141,7 @@ def _load_class_folders(path: str) -> Any:
 
     listed = ((name, list(images_below(os.path.join(path, name)))) for name in class_folders(path))
     images = {name: files for name, files in listed if files}
-    if unused := sorted(name for name in os.listdir(path) if is_image_file(name)):
+    if unused := sorted(name for name in os.listdir(path) if is_image_file(name) and not name.startswith(".")):
         logger.warning(
             "%s: the %d images beside the class folders, such as %s, have no class and are not used",
             path,
@@ -179,6 +193,31 @@ def _holds_caption(name: str, feature: Any) -> bool:
 
 def _is_text(feature: Any) -> bool:
     return getattr(feature, "dtype", None) in ("string", "large_string")
+
+
+def _places_of_images(table: Any, column: str) -> Iterator[tuple[str, int]]:
+    """Yield the path of each image, or an empty text, and its size in bytes if the table contains it, or 0.
+
+    The images are not read.
+    """
+    import pyarrow.compute as pc
+    from pyarrow import types
+
+    for rows in table.select_columns([column]).with_format("arrow").iter(batch_size=10_000):
+        for cells in rows.column(column).chunks:
+            fields = [field.name for field in cells.type] if types.is_struct(cells.type) else []
+            parts = [pc.struct_field(cells, name) for name in ("path", "bytes") if name in fields] or [cells]
+            columns: list[list[Any]] = [[""] * len(cells), [0] * len(cells)]
+            for part in parts:
+                is_content = types.is_binary(part.type) or types.is_large_binary(part.type)
+                columns[is_content] = (pc.binary_length(part) if is_content else part).to_pylist()
+            yield from ((path or "", size or 0) for path, size in zip(*columns, strict=True))
+
+
+def _below(path: str, table: str) -> str:
+    """Return an image's path without the folder of its table, or its file name if it is elsewhere."""
+    folder = os.path.join(table if os.path.isdir(table) else os.path.dirname(table), "")
+    return path.removeprefix(folder) if folder and path.startswith(folder) else os.path.basename(path)
 
 
 def _image(value: Any) -> bytes | str:

@@ -169,7 +169,8 @@ def fetch_checkpoints(config: RunFolderConfig) -> None:
 class Settings(NamedTuple):
     """Settings in a run folder: the command line that repeats the run, and what was derived from this command line.
 
-    ``steps`` is the number of optimizer steps of the full run.
+    ``steps`` is the number of optimizer steps of the full run. ``pretrained_weights`` is the SHA-256 of the file of initial
+    weights, or None without a file.
     """
 
     words: Sequence[str]
@@ -177,6 +178,7 @@ class Settings(NamedTuple):
     loss: str
     loss_options: Mapping[str, Any]
     steps: int
+    pretrained_weights: str | None = None
 
 
 def write_settings(folder: Path, settings: Settings) -> None:
@@ -187,6 +189,7 @@ def write_settings(folder: Path, settings: Settings) -> None:
             "flags": _plain(settings.flags),
             "loss": {"name": settings.loss, "options": settings.loss_options},
             "steps": settings.steps,
+            "pretrained_weights": settings.pretrained_weights,
             "world_size": distributed.world_size(),
         },
         "versions": {**versions(), "git_commit": _git_commit()},
