@@ -161,9 +161,11 @@ def main(argv: list[str]) -> None:
         flags.append(f"--batch-size={max(1, count(batch) // own.world_size)}")
     if own.samples is not None:
         flags += ["--dataset-type", "synthetic", "--train-num-samples", str(own.samples)]
+    elif chosen(flags, "--train-data") is None and chosen(flags, "--config") is None:
+        raise UsageError("the number of samples is unknown: give --samples or --train-data")
     config, run = run_to_plan(flags, own.world_size)
     if run.data is None:
-        raise UsageError("the number of samples is unknown: give --samples or --train-data")
+        raise UsageError("the run of --config has no --train-data: give --samples or --train-data")
     for line in Plan(run, build_on_meta(config, run), own.gpu_memory).report():
         print(line)
 

@@ -217,7 +217,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--csv-caption-key", default=DataSpec.csv_caption_key)
     for option in own_options([DataSpec]):
         if option.name not in ("reference", "hard_negative_key", "single_source_batches"):
-            default = "" if option.default is None else f" (default: {option.default})"
+            default = "" if option.default in (None, ()) else f" (default: {option.default})"
             group.add_argument(option.flag, type=option.type, default=option.default, help=option.help + default)
     unused = ("reference", "train_num_samples", "train_data_upsampling_factors", "hard_negative_key")
     group.set_defaults(dataset_resampled=False, single_source_batches=False, **dict.fromkeys(unused))

@@ -354,6 +354,8 @@ def test_wrong_arguments_are_refused(trained, shards, tmp_path, capsys):
     ):
         with pytest.raises(UsageError, match=expected):
             inspect.main([str(trained), *words])
+    with pytest.raises(UsageError, match="--pretrained"):
+        inspect.main([shards])
     with pytest.raises(SystemExit):
         inspect.main([str(trained), "--leave-out", "dups"])
     assert "--leave-out: " in (error := capsys.readouterr().err) and "expected one or more of" in error

@@ -247,6 +247,11 @@ def test_mistakes_are_named(arguments, message):
         plan.main([*COMMAND, *arguments.split()])
 
 
+def test_a_plan_needs_the_number_of_samples():
+    with pytest.raises(ValueError, match="--samples"):
+        plan.main(["--model", "demo-vit"])
+
+
 @pytest.mark.parametrize("given", ["--samples 1e4", "--train-data {shards}"])
 def test_the_flags_of_train_describe_the_run(given, shards, capsys):
     flags = "--model demo-vit --batch-size 8 --accum-freq 2 --world-size 2 --precision fp32 --lr 1e-3"

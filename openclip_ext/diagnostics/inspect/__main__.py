@@ -1,6 +1,7 @@
 """Run ``openclip-ext inspect RUN_FOLDER``."""
 
 import argparse
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,6 +61,11 @@ def main(argv: list[str]) -> None:
         raise UsageError("--leave-out and --write-manifest need each other: give both flags, or remove both")
     reading = {"device": args.device, "batch_size": args.batch_size, "workers": args.workers}
     if args.pretrained is None:
+        if not os.path.isdir(args.run):
+            raise UsageError(
+                f"{args.run} is not the folder of a run. To inspect data with a public model, add --model NAME "
+                "--pretrained TAG --output FOLDER"
+            )
         run = load_run(args.run, args.checkpoint, args.train_data, **reading)
     elif args.output is None:
         raise UsageError("--pretrained needs a folder for the results: add --output FOLDER")
