@@ -62,6 +62,7 @@ def test_rates_are_chosen_with_the_first_seed_then_rehearsal_then_other_seeds():
     [
         ("fine-tune", fine_tune.COMPARISONS["methods"]),
         ("fine-tune-small-temperature", fine_tune.COMPARISONS["temperatures"]),
+        ("fine-tune-clip-arts", fine_tune.COMPARISONS["losses"]),
     ],
 )
 def test_the_page_has_the_table_of_the_published_rows(tmp_path: Path, name: str, methods: fine_tune.Methods):
