@@ -300,7 +300,9 @@ def draw(about: Mapping[str, Any], results: Results, path: Path) -> None:
             for kind in ("kept", "own")
         )
         seeds = f"{len(rows)} seed{'s' * (len(rows) > 1)}"
-        axes.plot(kept, own, "o-", color=PALETTE[number % len(PALETTE)], markersize=3, label=f"{name} ({seeds})")
+        style = "o-" if number < len(PALETTE) else "o--"  # where the colors repeat
+        color = PALETTE[number % len(PALETTE)]
+        axes.plot(kept, own, style, color=color, markersize=3, label=f"{name} ({seeds})")
     axes.set_xlabel("kept: R@1 on the start's test icons, percent")
     axes.set_ylabel("own: R@1 on the own test pairs, percent")
     axes.spines[["top", "right"]].set_visible(False)
