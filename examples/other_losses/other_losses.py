@@ -208,8 +208,8 @@ class MomentumQueue(OtherLoss):
     Args:
         embed_dim: embedding dimension.
         key_memory: number of earlier keys per side.
-        key_momentum: weight of the old value in the moving average. 0 means that the model's own detached embeddings are the
-            keys (a cross-batch memory, Wang et al. 2020), without a second encoder.
+        key_momentum: weight of the old value in the moving average. 0 means no second encoder: the keys are the model's own
+            embeddings, with a gradient in their batch and without in later batches (a cross-batch memory, Wang et al. 2020).
     """
 
     keeps_state = True
@@ -243,7 +243,7 @@ class MomentumQueue(OtherLoss):
             raise RuntimeError(
                 "the momentum encoder does not exist: call attach(model), as scripts.experiments.grid does"
             )
-        keys = torch.stack([image, text]).detach() if self.keys is None else self.keys
+        keys = torch.stack([image, text]) if self.keys is None else self.keys
         own = torch.arange(len(image), device=image.device)
         losses = []
         for query, batch_keys, queue in ((image, keys[1], self.queue[1]), (text, keys[0], self.queue[0])):
@@ -251,7 +251,7 @@ class MomentumQueue(OtherLoss):
             losses.append(functional.cross_entropy(query @ candidates.T / self.temperature, own))
         size = self.queue.shape[1]
         places = (self.next + own) % size
-        self.queue[:, places] = keys
+        self.queue[:, places] = keys.detach()
         self.next, self.stored = (self.next + len(own)) % size, min(self.stored + len(own), size)
         return torch.stack(losses).mean()
 

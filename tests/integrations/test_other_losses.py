@@ -136,6 +136,13 @@ def test_a_momentum_queue_is_the_cross_entropy_among_averaged_and_earlier_keys()
         torch.testing.assert_close(*gradients)
 
 
+def test_the_first_step_with_a_cross_batch_memory_is_openclips() -> None:
+    image, text = embeddings()
+    expected = ClipLoss()(image, text, 1 / 0.05)
+    found = gradients("MOMENTUM_QUEUE", key_momentum=0.0, other_temperature=0.05)
+    torch.testing.assert_close(found, (expected.detach(), *torch.autograd.grad(expected, (image, text))))
+
+
 def test_the_training_program_takes_each_setting_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "OPTIONS", registry.OPTIONS)  # the copy of this test
     grid = json.loads((_ROOT / "scripts/experiments/grids/icons-other-losses.json").read_text(encoding="utf-8"))
