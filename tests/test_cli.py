@@ -121,6 +121,7 @@ def test_output_and_exit_status_are_the_commands(tmp_path):
         (["inspect", "run", "--workers=-1"], "--workers: -1: expected a positive whole number"),
         (["evaluate", "--workers=-1"], "--workers: -1: expected a positive whole number"),
         (["evaluate", "--model=x", "--data-dir="], "--data-dir=: the value is empty: remove the flag"),
+        (["search", "embeddings", ""], "the argument after 'embeddings': the value is empty"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_status_2(argv, said, monkeypatch, capsys):

@@ -38,6 +38,7 @@ def check_words(argv: Sequence[str]) -> None:
     for before, word in itertools.pairwise(["", *argv]):
         is_empty = not word or re.fullmatch("--[a-z0-9-]+=", word)
         if is_empty and not may_be_empty(before if not word else word[:-1]):
-            raise UsageError(
-                f"{word or before}: the value is empty: remove the flag, or set the shell's variable in it"
-            )
+            given, what = (word or before), "the flag"
+            if not given.startswith("-"):
+                given, what = f"the argument after {before!r}", "it"
+            raise UsageError(f"{given}: the value is empty: remove {what}, or set the shell's variable in it")

@@ -14,12 +14,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from openclip_ext import compat
 from openclip_ext.checkpoint.format import checksum
 from openclip_ext.cli import command_line
-from openclip_ext.cli.messages import for_people, without_secrets
+from openclip_ext.cli.messages import for_people, get_logger, without_secrets
 from openclip_ext.cli.options import option_as_words
 from openclip_ext.compare import plan as planner
 from openclip_ext.compare import report, space
@@ -33,8 +34,11 @@ from openclip_ext.evaluation.results import config_digest
 from openclip_ext.files import json_lines
 from openclip_ext.files.writing import file_lock, write_text
 from openclip_ext.losses.options import OPTIONS
+from openclip_ext.training.checks import slow_precision
 from openclip_ext.training.config import RunPlan
 from openclip_ext.training.runtime.run_folder import versions
+
+logger = get_logger(__name__)
 
 # Time to measure the costs of the losses: as a fraction of --minutes, and its maximum in seconds.
 _PROBE_SHARE, _PROBE_SECONDS = 0.02, 10.0
@@ -46,6 +50,9 @@ def main(argv: list[str]) -> None:
     """Compare losses and write the report. The exit status is 130 after a signal, and 1 if there is no result."""
     started = time.monotonic() - time.process_time()  # the start of the process, because --minutes includes the imports
     config, training = parse(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if warning := slow_precision(training, device):
+        logger.warning(warning)
     try:
         with file_lock(config.folder):  # locks the folder, including the cache in it
             trials = open_trials(config, training)  # rejects a folder with other flags before the data are decoded
@@ -315,6 +322,8 @@ class Comparison:
         for name, text in texts.items():
             write_text(self.config.folder / name, text)
         print(found.sentence)
+        if command := report.recommended_command(found):
+            print(f"{report.ABOUT_COMMAND}\n{command}")
         print(f"report: {self.config.folder / 'report.html'}, report.md, report.json")
         return found.recommended is not None
 

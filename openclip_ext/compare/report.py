@@ -18,6 +18,7 @@ from openclip_ext.evaluation.statistics import Difference, linked_groups, paired
 from openclip_ext.pages.charts import Chart, Curve, color, line_chart
 from openclip_ext.pages.rendering import markdown_table, render_lines, render_page, with_minus
 
+ABOUT_COMMAND = "To train the recommended configuration for the epochs in its row of the table Result:"
 _METRIC_WORDS = {RETRIEVAL[0]: "image to text", RETRIEVAL[1]: "text to image", ZERO_SHOT: "zero-shot"}
 
 Row = Mapping[str, Any]
@@ -322,15 +323,16 @@ def tables(report: Report) -> dict[str, list[list[str]]]:
     return {title: rows for title, rows in found.items() if len(rows) > 1}
 
 
-def _command(report: Report) -> str | None:
+def recommended_command(report: Report) -> str | None:
+    """Return the training command of the recommended loss, if there is one."""
     return next((one.command for one in report.results if one.loss == report.recommended), None)
 
 
 def markdown(report: Report) -> str:
     parts = ["# Which loss?", f"**{report.sentence}**"]
-    if command := _command(report):
+    if command := recommended_command(report):
         parts += [
-            "To train the recommended configuration for the epochs in its row of the table Result:",
+            ABOUT_COMMAND,
             f"```bash\n{command}\n```",
         ]
     for title, rows in tables(report).items():
@@ -351,7 +353,7 @@ def page(report: Report) -> str:
         "compare.html",
         "Which loss?",
         report=report,
-        command=_command(report),
+        command=recommended_command(report),
         curves=curves,
         legend=[(color(number), one.loss) for number, one in enumerate(drawn)],
         tables=tables(report),

@@ -40,6 +40,14 @@ def check_features(image_features: Tensor, text_features: Tensor, embed_dim: int
         )
 
 
+def check_logit_bias(logit_bias: Tensor | float | None) -> None:
+    """Raise ValueError if the bias is not one number. The index, given by position, would be taken for the bias."""
+    if isinstance(logit_bias, Tensor) and logit_bias.numel() != 1:
+        raise ValueError(
+            f"logit_bias: expected one number, found {tuple(logit_bias.shape)}. Pass the index by its name: index="
+        )
+
+
 def check_logit_scale(logit_scale: Tensor | float | None, like: Tensor) -> Tensor:
     """Return the logit scale as a 0-d tensor on the device of ``like``. Raise ValueError if it is not one number."""
     if logit_scale is not None and not isinstance(logit_scale, Tensor):
@@ -55,7 +63,8 @@ def check_index(index: Tensor | None, features: Tensor) -> Tensor:
     """Return the index ``(B_local,)`` int64 on the features' device. Raise ValueError for wrong shapes or dtypes."""
     if index is None:
         raise ValueError(
-            "index: missing. A loss with per-sample state needs index=, an int64 tensor (batch,) of positions in the data set"
+            "index: missing. A loss with per-sample state needs index=, an int64 tensor (batch,) of positions in the data "
+            "set, such as openclip_ext.data.with_index adds"
         )
     integral = isinstance(index, Tensor) and not (index.is_floating_point() or index.is_complex())
     if not integral or index.dtype == torch.bool or tuple(index.shape) != (len(features),):

@@ -5,7 +5,7 @@ Values of tensors are read only in the first two calls of a loss, because readin
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,8 @@ _WARNINGS = {
     "parameter is the logarithm of this value: pass model.logit_scale.exp()",
     "length": "image_features, text_features: expected rows of unit norm, found norms from {shortest:.4g} to {longest:.4g}. "
     "Pass torch.nn.functional.normalize(features, dim=-1)",
+    "positives": "positives: ignored, because the loss was created without equal_captions. Pass equal_captions='mask' to "
+    "create_loss, or no positives",
     "index": "index: all samples of a batch have one index, so their states overwrite each other. Pass each sample's own "
     "position in the data set, such as openclip_ext.data.with_index adds",
 }
@@ -58,10 +60,12 @@ class LoopChecks:
         # Whether the backward pass of the last watched call has run. None means that the call needs no backward pass.
         self._backward_ran: bool | None = None
 
-    def before_call(self, loss: "ContrastiveLoss", batch: LocalBatch) -> None:
+    def before_call(self, loss: "ContrastiveLoss", batch: LocalBatch, outputs: Mapping[str, Any]) -> None:
         """Check a call in training mode. In the first two calls, raise ValueError if the logit scale is unusable."""
         if not can_read_values(batch.image):
             return
+        if outputs.get("positives") is not None and not loss.needs_positives:
+            self._warn("positives")
         if loss.depends_on_epoch and not self.epoch_is_known:
             self._warn("no epoch")
         if loss.keeps_state and not torch.is_grad_enabled():

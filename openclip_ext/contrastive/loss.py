@@ -173,10 +173,11 @@ class ContrastiveLoss(nn.Module):
                 "outside of torch.utils.checkpoint"
             )
         with contextlib.nullcontext() if self.follows_autocast else checks.without_autocast(image_features):
+            checks.check_logit_bias(logit_bias)
             batch = self._batch(image_features, text_features, logit_scale, index, learning=self.training)
             if self.training:
                 distributed.check_equal_sizes(image_features)
-                self._checks.before_call(self, batch)
+                self._checks.before_call(self, batch, outputs)
             self._check_hard_negatives(outputs.get(HARD_NEGATIVES), text_features)
             terms = self._terms(batch, {"logit_bias": logit_bias, **outputs})
             self._checks.after_call(terms.values())

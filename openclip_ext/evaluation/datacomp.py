@@ -186,7 +186,7 @@ def find_tasks(args: argparse.Namespace) -> dict[str, Task]:
     pairs = _pairs(flags)
     trained = flags.get("caption_template", DataSpec.caption_template)
     template = args.template or (trained if trained != DataSpec.caption_template else None)
-    own = [own_task(place, template, pairs(place)) for place in paths]
+    own = [own_task(place, template, pairs(place), labels_first=args.template is not None) for place in paths]
     if args.val_data is not None:
         own.append(retrieval("val-data", pairs(args.val_data)))
     _refuse_unused(args.template, own)

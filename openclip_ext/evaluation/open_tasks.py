@@ -139,7 +139,9 @@ def datacomp_suite(suite: str, data_dir: str | Path, any_size: bool = False) -> 
     return Suite(found)
 
 
-def own_task(place: str | Path, template: str | None = None, pairs: DataSpec | None = None) -> Task:
+def own_task(
+    place: str | Path, template: str | None = None, pairs: DataSpec | None = None, labels_first: bool = False
+) -> Task:
     """Return the task of a user's data.
 
     Args:
@@ -147,6 +149,7 @@ def own_task(place: str | Path, template: str | None = None, pairs: DataSpec | N
         template: Prompt with ``{}`` for the class name. None means the data's ``zeroshot_classification_templates.txt``, or
             else :data:`DEFAULT_TEMPLATE`.
         pairs: How to read tables and image-caption pairs. None means with default keys and columns.
+        labels_first: Whether a table with captions and labels is a classification. By default, it is a retrieval task.
 
     Raises:
         DataError: The path does not exist, or its format is unknown.
@@ -160,7 +163,7 @@ def own_task(place: str | Path, template: str | None = None, pairs: DataSpec | N
     if not path.exists() and not any(mark in str(place) for mark in ("*", "{", "::", "://")):
         raise DataError(f"{path} not found: {FORMATS}")
     spec = DataSpec(str(place)) if pairs is None else pairs
-    if (labels := _label_source(spec)) is not None:
+    if (labels := _label_source(spec, labels_first)) is not None:
         # Training scores the task in each epoch, but reading the labels reads all rows.
         read_once = cache(partial(_read_table, path, labels, template))
 
@@ -240,12 +243,13 @@ def _plain(name: str) -> str:
     return name.replace("_", " ").casefold()
 
 
-def _label_source(spec: DataSpec) -> RowSource | None:
-    """Return a table whose captions are labels. None means that the data are no table, or have no labels."""
+def _label_source(spec: DataSpec, labels_first: bool) -> RowSource | None:
+    """Return a table whose captions are labels. None means that the data are no table, or not to be read by labels."""
     if spec.resolved_type not in ("csv", "table"):
         return None
     of_labels = *LABEL_COLUMNS, *map(str.title, LABEL_COLUMNS)
-    for column in (spec.csv_caption_key, *of_labels):
+    columns = (*of_labels, spec.csv_caption_key) if labels_first else (spec.csv_caption_key, *of_labels)
+    for column in columns:
         with contextlib.suppress(ValueError):
             source = build_source(replace(spec, csv_caption_key=column, caption_template="{}"))
             assert isinstance(source, RowSource)

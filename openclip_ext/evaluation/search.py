@@ -18,7 +18,7 @@ from openclip_ext.cli.messages import echo
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.reference import ABOUT, EmbeddingStore
 from openclip_ext.data.sources.source import decode_image
-from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.data.sources.spec import IMAGE_FILE_ENDINGS, DataSpec
 from openclip_ext.evaluation import command_line as shared
 from openclip_ext.evaluation.embedding_folder import KEY_COLUMNS, KEYS
 from openclip_ext.evaluation.models import OpenedModel, open_model
@@ -83,6 +83,8 @@ def embed_query(opened: OpenedModel, query: str) -> torch.Tensor:
     model: Any = opened.model
     if os.path.isfile(query):
         features = model.encode_image(opened.transform(decode_image(Path(query).read_bytes()))[None])
+    elif query.lower().endswith(IMAGE_FILE_ENDINGS):
+        raise UsageError(f"the image {query} is not found: check the path. A text has no ending of an image file")
     else:
         features = model.encode_text(opened.tokenizer([query]))
     return normalize(features.float(), dim=-1)[0]

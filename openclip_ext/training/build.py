@@ -133,6 +133,7 @@ def build(
         reporter=Reporter(folder, *reporting),
         tasks=tasks,
         position=position,
+        equal_captions=plan.loss.options.get("equal_captions"),
     )
 
 

@@ -70,12 +70,13 @@ class Trainer:
     reporter: Reporter
     tasks: "Sequence[Scheduled]" = ()  # scored at the end of an epoch, after the checkpoint is saved
     position: Position = field(default_factory=Position)
+    equal_captions: str | None = None  # the loss's option; None for a loss without it
 
     def __post_init__(self) -> None:
         self.steps_per_epoch = self.loader.batches_per_epoch // self.length.accum_freq
         self.stopwatch = Stopwatch()
-        is_counted = self.position.step == 0 and not self.step.loss.needs_positives
-        self._repeats = RepeatReport(min(MEASURED_STEPS, self.steps_per_epoch) if is_counted else 0)
+        measured = min(MEASURED_STEPS, self.steps_per_epoch) if self.position.step == 0 else 0
+        self._repeats = RepeatReport(measured, self.equal_captions)
         self._saved_step = self.position.step
         self._has_stepped = False
         self.model, self.loss = self.step.model, self.step.loss

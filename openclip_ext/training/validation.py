@@ -4,7 +4,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -255,8 +255,7 @@ def class_task(spec: DataSpec) -> "Classification":
     from openclip_ext.evaluation.scoring import Classification
 
     def read(spec: DataSpec) -> Classification:
-        labeled = replace(spec, csv_caption_key=LABEL_COLUMNS[0])  # a table may have captions, too
-        task = own_task(str(spec.source), spec.caption_template, labeled)
+        task = own_task(str(spec.source), spec.caption_template, spec, labels_first=True)
         if not isinstance(task, Classification):
             columns = ", ".join(LABEL_COLUMNS)
             raise ValueError(f"{spec.source} has no classes: expected a folder for each class, or a column ({columns})")

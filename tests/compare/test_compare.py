@@ -390,10 +390,11 @@ def lasting(path: Path) -> dict[str, Any]:
     return content
 
 
-def test_the_command_tells_the_least_time(data):
+def test_the_command_tells_the_least_time_and_of_a_slow_precision(data, caplog):
     losses = "openclip,queueclip,fastclip,neuclip"
     with pytest.raises(ValueError, match=r"--minutes 0.001 .*runs of 4 losses .* at least --minutes \d+"):
-        main(with_val(data, "--losses", losses, "--minutes", "0.001"))
+        main(with_val(data, "--losses", losses, "--minutes", "0.001", "--precision", "amp"))
+    assert ("--precision fp32" in caplog.text) == (not torch.cuda.is_available())
     assert not (data / "out" / "report.json").exists()
 
 
@@ -430,6 +431,8 @@ def test_a_comparison_from_data_to_report(data, capsys, monkeypatch):
     assert len(rows) == 2 * (3 + 2)  # for each loss, three settings with seed 0, and the best with two more seeds
     written = lasting(out / "report.json")
     assert written["sentence"] in printed
+    commands = [one["command"] for one in json.loads((out / "report.json").read_text())["results"]]
+    assert any(command in printed.splitlines() for command in commands)
     assert written["unfinished"] == 0
     assert sorted(one["loss"] for one in written["results"]) == ["openclip", "queueclip"]
     assert all(len(one["each_seed"]) == 3 and "zero_shot" in one["scores"] for one in written["results"])

@@ -207,6 +207,11 @@ def test_search_finds_the_nearest_images(kind, whole, command, tiny, tmp_path, c
     assert page.count("data:image/jpeg") == 3 and found[0][3] in page
 
 
+def test_search_takes_no_missing_image_for_a_text(whole):
+    with pytest.raises(UsageError, match=r"none\.JPG.*not found"):
+        search_command.main([str(whole), "photos/none.JPG"])
+
+
 def test_search_refuses_other_weights_and_works_without_the_data(whole, tiny_folder, tmp_path, capsys):
     with pytest.raises(UsageError, match="--pretrained"):
         search_command.main([str(whole), "a", "--pretrained", str(tiny_folder / "epoch_2.pt")])

@@ -179,6 +179,19 @@ def test_a_table_of_labels_is_a_task(kind, evaluate, photos, tiny):
     assert status == 0 and found["table"]["metrics"]["acc1"] == accuracy(tiny, photos, "a photo of a {}")
 
 
+def test_a_table_of_captions_and_labels_is_a_task_of_labels_with_a_template(evaluate, photos, tmp_path, tiny):
+    paths = sorted(photos.rglob("*.png"))
+    lines = [f"{path},caption {number},{path.parent.name}" for number, path in enumerate(paths)]
+    table = tmp_path / "both.csv"
+    table.write_text("\n".join(["image,caption,category", *lines]))
+    pairs = write_csv(tmp_path, rows=12)
+    _, found = evaluate("--tasks", table)
+    assert "mean_R@1" in found["both"]["metrics"] and "acc1" not in found["both"]["metrics"]
+    status, found = evaluate("--tasks", table, pairs, "--template", "a photo of a {}")
+    assert status == 0 and found["both"]["metrics"]["acc1"] == accuracy(tiny, photos, "a photo of a {}")
+    assert "mean_R@1" in found[pairs.stem]["metrics"]
+
+
 def test_pairs_are_a_task_in_every_format_and_knows_equal_captions(evaluate, tmp_path):
     write_shards(tmp_path / "shards", [7, 5])
     table = write_csv(tmp_path, rows=12)

@@ -40,6 +40,13 @@ def test_wrong_logit_scale() -> None:
     assert loss(_features(), _features(), torch.tensor([[10.0]])) == loss(_features(), _features(), 10.0)
 
 
+def test_an_index_in_the_place_of_the_logit_bias() -> None:
+    for name in ("fastclip", "queueclip"):
+        loss = create_loss(name, embed_dim=WIDTH, num_samples=100)
+        with pytest.raises(ValueError, match=r"logit_bias: .*index="):
+            loss(_features(), _features(), torch.tensor(10.0), torch.arange(len(_features())))
+
+
 def test_epochs_count_from_0() -> None:
     with pytest.raises(ValueError, match=r"start_epoch\(-1\): epochs count from 0"):
         create_loss("neuclip", embed_dim=WIDTH, prototypes=4).start_epoch(-1)

@@ -96,6 +96,7 @@ _NO_EPOCH = r"start_epoch\(\) was not called.*at the start of each epoch, from 0
         ),
         ("fastclip isogclr tempnet", {"index": torch.full((6,), 3)}, r"all samples of a batch have one index"),
         ("fastclip fastclip-v2 tempnet amorlip sogclr-views-cosine", {"announced": False}, _NO_EPOCH),
+        ("openclip queueclip", {"positives": torch.arange(6)}, r"positives: ignored.*equal_captions"),
     ],
 )
 def test_a_mistake_warns_once(names: str, changed: dict[str, Any], message: str) -> None:

@@ -18,13 +18,17 @@ _CHANCE = math.log(64)
 
 
 def _warnings(
-    infonce: list[float], caplog: pytest.LogCaptureFixture, warmup: int, is_steered: bool = False
+    infonce: list[float],
+    caplog: pytest.LogCaptureFixture,
+    warmup: int,
+    is_steered: bool = False,
+    chance: float = _CHANCE,
 ) -> list[str]:
     """Return the warnings of a run whose logged steps have these InfoNCE values."""
     reporter = Reporter(None, ReportingConfig(warmup=warmup), 0, 1000, 1000, is_steered=is_steered)
     with caplog.at_level(logging.WARNING):
         for number, value in enumerate(infonce):
-            record = {"step": number, "epoch": 0, "global_batch": 64, "loss": 0.05, "terms": {}, "chance": _CHANCE}
+            record = {"step": number, "epoch": 0, "global_batch": 64, "loss": 0.05, "terms": {}, "chance": chance}
             record |= {"temperature": 0.05, "lr": 1e-3, "infonce": value}
             reporter.train_step(record, Stopwatch())
     return [message for message in caplog.messages if "at chance" in message]
@@ -43,6 +47,10 @@ def test_a_collapse_after_the_warmup_is_named_once(infonce, warmup, is_steered, 
     messages = _warnings(infonce, caplog, warmup, is_steered)
     assert len(messages) == count
     assert all("4.1589" in message and "--lr" in message for message in messages)
+
+
+def test_batches_without_negatives_are_no_collapse(caplog) -> None:
+    assert not _warnings([0.0] * 20, caplog, warmup=0, chance=0.0)
 
 
 def test_a_line_that_a_full_disk_has_torn_is_not_glued_to_the_next(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Report samples that repeat a caption or an image of their batch, because most losses count them as negatives."""
+"""Report samples that repeat a caption or an image of their batch: most losses count them as negatives, or exclude them."""
 
 import statistics
 from collections.abc import Sequence
@@ -17,10 +17,14 @@ _NOTABLE_SHARE = 0.05
 
 
 class RepeatReport:
-    """A log of the share of a batch's samples that repeat a caption or an image, once after a run's first ``steps`` steps."""
+    """A log of the samples that repeat a caption or an image of their batch, once after a run's first ``steps`` steps.
 
-    def __init__(self, steps: int) -> None:
+    ``equal_captions`` is the loss's option. None means that the loss does not have it.
+    """
+
+    def __init__(self, steps: int, equal_captions: str | None) -> None:
         self._left = steps
+        self._equal_captions = equal_captions
         self._steps: list[Tensor] = []
 
     def add(self, batches: Sequence[dict[str, Tensor]]) -> None:
@@ -32,12 +36,25 @@ class RepeatReport:
         self._left -= 1
         if self._left:
             return
-        parts = distributed.all_gather_object(torch.stack(self._steps))
-        shares = [statistics.fmean(map(_repeating, of)) for of in torch.cat(parts, dim=-1).unbind(dim=1)]
-        if distributed.is_rank0() and max(shares) >= _NOTABLE_SHARE:
-            logger.info(
-                f"Of the samples of a batch, {shares[0]:.0%} share their caption and {shares[1]:.0%} their image with "
-                "another sample: they count as negatives. To exclude them, set --equal-captions mask."
+        hashes = torch.cat(distributed.all_gather_object(torch.stack(self._steps)), dim=-1)  # (steps, 2, B)
+        if distributed.is_rank0():
+            self._report(hashes)
+
+    def _report(self, hashes: Tensor) -> None:
+        if self._equal_captions in (None, "negative"):
+            shares = [statistics.fmean(map(_repeating, of)) for of in hashes.unbind(dim=1)]
+            cure = "To exclude them, set --equal-captions mask"
+            if self._equal_captions is None:
+                cure = "To exclude them, use a loss such as queueclip with --equal-captions mask"
+            if max(shares) >= _NOTABLE_SHARE:
+                logger.info(
+                    f"Of the samples of a batch, {shares[0]:.0%} share their caption and {shares[1]:.0%} their image with "
+                    f"another sample: they count as negatives. {cure}."
+                )
+        elif alike := int((hashes == hashes[..., :1]).all(dim=-1).any(dim=-1).sum()):
+            logger.warning(
+                f"In {alike} of the first {len(hashes)} steps, all samples have the same caption or image, so there are no "
+                "negatives: these steps train nothing. Raise --batch-size, or set --equal-captions negative."
             )
 
 

@@ -166,7 +166,8 @@ class Reporter:
         """Log a warning once if the run stays at chance after the warm-up. All other metrics may look normal."""
         chance = record["chance"]
         is_late = record["step"] >= self.warmup and not self._is_steered
-        is_at_chance = is_late and record.get("infonce", -math.inf) >= _CHANCE_SHARE * chance
+        # Without any negatives (equal captions), chance is 0.
+        is_at_chance = is_late and chance > 0 and record.get("infonce", -math.inf) >= _CHANCE_SHARE * chance
         self._reports_at_chance = self._reports_at_chance + 1 if is_at_chance else 0
         if self._reports_at_chance == _CHANCE_REPORTS:
             logger.warning(
