@@ -25,7 +25,7 @@ from openclip_ext.cli.messages import echo, get_logger, mask_logs
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, model_options, process_group
 from openclip_ext.evaluation.encoder import Encoder
-from openclip_ext.evaluation.mixes import mixes, shares
+from openclip_ext.evaluation.mixes import chosen_mix, mixes, shares
 from openclip_ext.evaluation.models import OpenedModel, flags_of_run, options_of_run
 from openclip_ext.evaluation.open_tasks import FORMATS, datacomp_task, own_task, retrieval
 from openclip_ext.evaluation.results import (
@@ -108,7 +108,9 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.interpolate is None:
         evaluated = evaluate_model(args, tasks, opened, encoder, folder)
         if distributed.is_rank0():
-            echo(f"{evaluated.text}\n\nResults: {folder}{_better_model(opened)}")
+            echo(f"{evaluated.text}\n\nResults: {folder}")
+            if better := chosen_mix(Path(opened.checkpoint), "evaluate"):
+                echo(f"{better}. All mixes: --interpolate 0,0.25,0.5,0.75,1")
         return evaluated.status
     found: dict[float, Evaluated] = {}
     for weight, mix in zip(args.interpolate, mixes(opened, args.interpolate), strict=True):
@@ -152,17 +154,6 @@ def evaluate_model(
     missing = [key for key in tasks if key not in given and key not in lines]
     text = _summarize(args, log, lines, failed, missing) if distributed.is_rank0() else ""
     return Evaluated(1 if failed or (args.tasks and missing) else 0, text, lines)
-
-
-def _better_model(opened: OpenedModel) -> str:
-    """Return how to evaluate the mix that a fine-tuning run chose, if the run has one and another model was evaluated."""
-    chosen = Path(opened.checkpoint).with_name("interpolated.pt")
-    if not chosen.is_file() or chosen == Path(opened.checkpoint):
-        return ""
-    return (
-        f"\nThis is the trained model. The run chose a mix with the weights before training: openclip-ext evaluate {chosen}. "
-        "All mixes: --interpolate 0,0.25,0.5,0.75,1"
-    )
 
 
 def _curve(found: Mapping[float, Evaluated]) -> str:

@@ -33,6 +33,14 @@ def shares(text: str) -> list[float]:
     return [share(part) for part in text.split(",")]
 
 
+def chosen_mix(checkpoint: Path, command: str) -> str:
+    """Return a sentence with the command for the mix that the run of a trained model chose; empty if it has not chosen one."""
+    chosen = checkpoint.with_name("interpolated.pt")
+    if not chosen.is_file() or chosen == checkpoint:
+        return ""
+    return f"This is the trained model. The run chose a mix with the weights before training: openclip-ext {command} {chosen}"
+
+
 def mixed(initial: Mapping[str, Tensor], trained: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
     """Return ``(1 − weight) · initial + weight · trained``: parameters and BatchNorm statistics, float32 on the host.
 

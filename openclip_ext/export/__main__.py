@@ -16,7 +16,7 @@ from openclip_ext.checkpoint.finding import checkpoint_file
 from openclip_ext.checkpoint.format import read
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
-from openclip_ext.evaluation.mixes import WEIGHT_KEY, mixes, share
+from openclip_ext.evaluation.mixes import WEIGHT_KEY, chosen_mix, mixes, share
 from openclip_ext.evaluation.models import open_model, weights_digest
 from openclip_ext.evaluation.report.curves import plot
 from openclip_ext.evaluation.run_folder import read_config
@@ -123,6 +123,8 @@ def main(argv: list[str] | None = None) -> None:
         export(args.checkpoint, args.to, args.output, args.interpolate)
     except SafetensorError as error:  # the disk is full
         raise OSError(f"{args.output} could not be written: {error}") from error
+    if args.interpolate == 1 and (better := chosen_mix(checkpoint_file(args.checkpoint), "export")):
+        print(better)
     print(f"To publish the folder: hf upload YOU/NAME {args.output}")
     print(f"{args.output}: open_clip.create_model_and_transforms('local-dir:{args.output}')")
 

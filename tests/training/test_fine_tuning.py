@@ -18,6 +18,7 @@ from openclip_ext.diagnostics.finished_run import load_run
 from openclip_ext.evaluation import datacomp
 from openclip_ext.evaluation.run_folder import read_config
 from openclip_ext.evaluation.training_log import read_log
+from openclip_ext.export import __main__ as export
 from openclip_ext.training.flags import parse
 from openclip_ext.training.interpolation import ALPHAS, choose
 from openclip_ext.training.main import main
@@ -101,8 +102,10 @@ def test_evaluate_gives_the_curve_of_the_mixes_and_names_the_chosen_one(whole, s
     scores = scores_of(whole)["scores"]["validation"]
     expected = {weight: pytest.approx(scores[weight]["value"], abs=6e-5) for weight in ("0", "0.5", "1")}
     assert {line[0]: float(line[1]) for line in lines} == expected
-    assert datacomp.main([str(whole), *arguments]) == 0
     chosen = str(whole / "checkpoints" / "interpolated.pt")
+    assert datacomp.main([str(whole), *arguments]) == 0
+    assert chosen in capsys.readouterr().out
+    export.main([str(whole), "--output", str(tmp_path / "exported")])
     assert chosen in capsys.readouterr().out
     assert datacomp.main([chosen, *arguments, "--interpolate", "0.5"]) == 2
     assert "--interpolate" in caplog.text
