@@ -62,6 +62,7 @@ def test_rates_are_chosen_with_the_first_seed_then_rehearsal_then_other_seeds():
     [
         ("fine-tune", fine_tune.COMPARISONS["methods"]),
         ("fine-tune-small-temperature", fine_tune.COMPARISONS["temperatures"]),
+        ("fine-tune-siglip", fine_tune.COMPARISONS["siglip"]),
         ("fine-tune-clip-arts", fine_tune.COMPARISONS["losses"]),
     ],
 )
