@@ -84,6 +84,7 @@ def write_run(folder: Path, tiny_folder: Path, **flags: str) -> dict[str, str]:
 
 
 def test_pairs_of_class_folders_have_the_captions_of_the_run(photos, tiny_folder, tiny, tmp_path):
+    pytest.importorskip("datasets")
     flags = write_run(tmp_path / "run", tiny_folder)
     arguments = [str(tmp_path / "run"), "--val-data", str(photos), "--device", "cpu", "--workers", "0"]
     assert datacomp.main(arguments) == 0
