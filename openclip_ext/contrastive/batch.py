@@ -355,7 +355,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
 
 
 def _equal_or_alike(labels: Tensor | None, guide: Guide | None, anchors: slice) -> Tensor | None:
-    """Return which samples have the label of each of ``b`` anchors or are alike it, ``(b, B)`` bool; None without both."""
+    """Return which samples share each of ``b`` anchors' label or resemble the anchor, ``(b, B)`` bool; None without both."""
     equal = None if labels is None else labels[anchors, None] == labels
     if guide is None:
         return equal
