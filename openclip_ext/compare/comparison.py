@@ -50,8 +50,7 @@ def main(argv: list[str]) -> None:
     """Compare losses and write the report. The exit status is 130 after a signal, and 1 if there is no result."""
     started = time.monotonic() - time.process_time()  # the start of the process, because --minutes includes the imports
     config, training = parse(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if warning := slow_precision(training, device):
+    if warning := slow_precision(training, torch.device(training.device or "cpu")):
         logger.warning(warning)
     try:
         with file_lock(config.folder):  # locks the folder, including the cache in it
@@ -88,7 +87,7 @@ class Comparison:
         self.candidates = {loss: space.candidates(loss, config.loss_options) for loss in config.losses}
         self._flags = digest_of_flags(config, training)
         self.context = config_digest([self._flags, data.digest])
-        self._pool = ProcessPool(config.processes)
+        self._pool = ProcessPool(config.processes, torch.device(training.device or "cpu"))
         # Maximum number of training samples of a run: the full batches of ``--epochs`` epochs.
         self._most_samples = training.length.epochs * (data.num_samples // self.batch * self.batch)
         if trials.study is not None and trials.study["context"] != self.context:

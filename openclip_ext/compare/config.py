@@ -86,10 +86,17 @@ def parse(argv: list[str]) -> tuple[CompareConfig, RunPlan]:
         losses=tuple(dict.fromkeys(losses)),
         loss_options=options,
         training=tuple(training),
-        processes=args.processes or torch.cuda.device_count() or available_cores(),
+        processes=args.processes or _parallel_runs(torch.device(found.device or "cpu")),
     )
     _check(config.losses, options)
     return config, found
+
+
+def _parallel_runs(device: torch.device) -> int:
+    """Return the default of ``--processes``."""
+    if device.type == "cpu":
+        return available_cores()
+    return torch.cuda.device_count() if device.index is None else 1
 
 
 # Learning rate of --config finetune. The default of --lr is for training from scratch.

@@ -6,6 +6,7 @@ run does not stop the other runs.
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import traceback
 from collections.abc import Callable, Mapping
@@ -35,11 +36,12 @@ class ProcessPool:
 
     Attributes:
         processes: Maximum number of tasks at a time.
+        device: Where the tasks run. A CUDA device without an index means that the tasks are spread over all GPUs.
         samples: Number of samples that all tasks have processed so far.
     """
 
-    def __init__(self, processes: int) -> None:
-        self.processes, self.samples = processes, 0
+    def __init__(self, processes: int, device: torch.device) -> None:
+        self.processes, self.device, self.samples = processes, device, 0
         self._running: dict[str, _Running] = {}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([_PRELOADED])
@@ -80,11 +82,16 @@ class ProcessPool:
         taken = {entry.slot for entry in self._running.values()}
         slot = next(slot for slot in range(self.processes) if slot not in taken)
         receiver, sender = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_work, args=(sender, slot, self.processes, task))
+        process = self._context.Process(target=_work, args=(sender, self._device_of(slot), self.processes, task))
         process.start()
         sender.close()
         self._running[name] = _Running(process, receiver, slot)
         return process.pid or 0
+
+    def _device_of(self, slot: int) -> torch.device:
+        if self.device.type == "cuda" and self.device.index is None:
+            return torch.device("cuda", slot % torch.cuda.device_count())
+        return self.device
 
     def _end(self, name: str) -> None:
         process = self._running.pop(name).process
@@ -113,13 +120,11 @@ def _exit_reason(status: int) -> str:
     return f"killed by {name}{reason}"
 
 
-def _work(sender: Connection, slot: int, processes: int, task: Task) -> None:
+def _work(sender: Connection, device: torch.device, processes: int, task: Task) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the main process handles Ctrl-C
-    if torch.cuda.is_available():
-        device = torch.device("cuda", slot % torch.cuda.device_count())
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    elif "OMP_NUM_THREADS" not in os.environ:  # else torch has read the number of threads from it
         torch.set_num_threads(max(1, available_cores() // processes))
     ended: tuple[dict[str, Any] | None, str]
     try:

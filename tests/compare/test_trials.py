@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from openclip_ext.compare.comparison import winners
+from openclip_ext.compare.config import parse
 from openclip_ext.compare.pool import ProcessPool
 from openclip_ext.compare.trials import Run, Rung, Trials, read_results
+from openclip_ext.data.processes import available_cores
 
 RUN = Run("data", "model", "short", 4, 1, 1e-3, 0, "base", {"loss": "openclip"})
 
@@ -28,6 +30,16 @@ def test_the_rows_of_the_docs_have_the_names_of_their_runs():
     assert len(rows) > 10
     for name, row in rows.items():
         assert Run(**{field: row[field] for field in vars(RUN) if field in row}).id == name
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda:1", "cuda"])
+def test_a_machine_with_gpus_uses_the_device_that_was_chosen(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 64)
+    (tmp_path / "a.tar").touch()
+    config, training = parse([str(tmp_path / "a.tar"), "--device", name, "--precision", "fp32"])
+    assert training.device == name
+    assert config.processes == {"cpu": available_cores(), "cuda:1": 1, "cuda": 64}[name]
 
 
 def runs(losses: dict[str, int]) -> list[Run]:
@@ -77,11 +89,11 @@ class Task:
             raise ValueError(*self.what.split()[1:])
         if self.what == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        return {"val": {"mean": 0.5}}
+        return {"val": {"mean": 0.5}, "device": str(device)}
 
 
 def test_a_run_that_fails_costs_nothing_but_itself():
-    pool, ended, started = ProcessPool(2), {}, []
+    pool, ended, started = ProcessPool(2, torch.device("meta")), {}, []
     expected = {
         "works": "",
         "fails bad": "bad",
@@ -100,13 +112,13 @@ def test_a_run_that_fails_costs_nothing_but_itself():
     assert pool.work_off(tasks, keep, on_start=lambda name, pid: started.append(name))
     assert sorted(started) == sorted(ended) == sorted(names) and pool.samples == 8 * 3
     for name, (row, failure) in ended.items():
-        assert (row is not None) == name.startswith("works")
+        assert (row and row["device"]) == ("meta" if name.startswith("works") else None)
         assert failure.strip().rpartition("\n")[2].startswith(expected[name.split("/")[0]])
 
 
 @pytest.mark.parametrize("after", [0, 1])
 def test_the_pool_kills_its_tasks_when_the_time_is_over(after):
-    pool, ended = ProcessPool(1), []
+    pool, ended = ProcessPool(1, torch.device("cpu")), []
     left = iter([True] * after + [False] * 9)
     assert not pool.work_off(lambda: {"one": Task("works")}, lambda *row: ended.append(row), lambda: next(left))
     assert len(ended) <= after
