@@ -1,14 +1,15 @@
 """Fine-tune a model on icons of styles that it lacks, and score what the mixes of its weights gain and keep.
 
-    python -m scripts.experiments.fine_tune --cache CACHE --own emoji-1900  # makes the user's own data
+    python -m scripts.experiments.fine_tune --make emoji --cache CACHE --own emoji-1900  # makes the user's own data
     python -m scripts.experiments.fine_tune --own emoji-1900 --kept icons-11k --start logs/RUN/checkpoints/epoch_16.pt \\
         --results rows.jsonl --runs runs
     python -m scripts.experiments.fine_tune --own ... --kept ... --start ... --results rows.jsonl --table --figure figure.png
 
-The start is a model that was trained on ``icons-11k`` (``scripts.experiments.icons``). The own data are two sets of black
-emoji, which the start has not seen. Concepts are split: a name is in only one of training, validation and test. Kept are the
-icons in ``val/`` and ``test/``. Rehearsal uses the first 1,000 training pairs of the start. ``--compare`` selects the methods.
-Other own data, such as ``scripts.experiments.clip_arts``, need folders ``train/``, ``val/`` and ``test/`` with shards.
+The start is a model that was trained on ``icons-11k`` (``scripts.experiments.icons``), which has no emoji. ``--make`` writes
+own data: two sets of black emoji (``emoji``), all emoji (``all-emoji``) or the demo set (``demo``). Other own data, such as
+those of ``scripts.experiments.clip_arts``, need folders ``train/``, ``val/`` and ``test/`` with shards. Concepts of emoji are
+split: a name is in only one of training, validation and test. Kept are the icons in ``val/`` and ``test/``. Rehearsal uses the
+first 1,000 training pairs of the start. ``--compare`` selects the methods.
 
 Each run is one ``openclip-ext train``. ``PYTHONPATH`` must contain ``examples/other_losses``. The results have a JSON line for
 each finished run, with the own and kept R@1 (mean of both directions) of the mixes of start and trained weights. With the
@@ -18,6 +19,7 @@ columns) runs with the other seeds. ``test/`` has no influence. Finished runs ar
 
 import argparse
 import hashlib
+import json
 import os
 import resource
 import shutil
@@ -41,6 +43,7 @@ from openclip_ext.checkpoint.format import load_model_file
 from openclip_ext.cli import command_line
 from openclip_ext.compare.trials import Results, Run, Trials, read_results
 from openclip_ext.data.loader.build import build_eval_loader
+from openclip_ext.data.shapes.write import ShapesConfig, write_shards
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation.encoder import Encoder
 from openclip_ext.files.writing import file_lock, output_path
@@ -56,9 +59,17 @@ from scripts.experiments.icons import PACKAGE, Icon, fetch, read_set, take
 from scripts.experiments.pairs import Pair, complete_folder, seeded_order, write_dataset
 from scripts.experiments.tables import with_interval
 
-# Pairs of the own data in each split; a concept's split depends on its place in a seeded order.
-OWN_PAIRS = {"train": 1900, "val": 500, "test": 500}
-OWN_SETS = ("emojione-monotone", "fluent-emoji-high-contrast")
+_BLACK_EMOJI = ("emojione-monotone", "fluent-emoji-high-contrast")
+_COLORED_EMOJI = (
+    *("emojione", "emojione-v1", "fluent-emoji", "fluent-emoji-flat", "fxemoji"),
+    *("noto", "noto-v1", "openmoji", "streamline-emojis", "twemoji"),
+)
+# The icon sets of own data, and the number of pairs in each split; a concept's split depends on its place in a seeded order.
+OWN: Mapping[str, tuple[Sequence[str], Mapping[str, int]]] = {
+    "emoji": (_BLACK_EMOJI, {"train": 1900, "val": 500, "test": 500}),
+    "all-emoji": (_BLACK_EMOJI + _COLORED_EMOJI, {"train": 11_000, "val": 500, "test": 500}),
+}
+DEMO_PAIRS = {"train": 2000, "val": 500, "test": 500}
 _VARIANT = "skin-tone"  # names of an emoji's variants, which are left out
 RATES, SEEDS = (1e-4, 3e-4, 1e-3, 3e-3), (0, 1, 2)
 EPOCHS, BATCH_SIZE, MODEL, REHEARSED_SHARE = 10, 64, "demo-resnet", 0.25
@@ -81,15 +92,15 @@ KEPT_SHARES = (0.95, 0.75)
 Curves = Mapping[str, Mapping[str, Sequence[Any]]]
 
 
-def make_own(package: Path, output: Path) -> None:
+def make_own(package: Path, output: Path, sets: Sequence[str], pairs: Mapping[str, int]) -> None:
     """Write the own data: the sets' icons without variants, with disjoint concepts in the splits."""
     order = seeded_order(0)
-    found = [icon for prefix in OWN_SETS for icon in read_set(package / "json" / f"{prefix}.json")]
+    found = [icon for prefix in sets for icon in read_set(package / "json" / f"{prefix}.json")]
     found = sorted((icon for icon in found if _VARIANT not in icon.name), key=lambda icon: order(icon.name))
     concepts = sorted({icon.canonical for icon in found}, key=order)
     pools: dict[str, list[Icon]] = {}
-    begin, total = 0, sum(OWN_PAIRS.values())
-    for split, number in OWN_PAIRS.items():
+    begin, total = 0, sum(pairs.values())
+    for split, number in pairs.items():
         end = begin + len(concepts) * number // total
         chosen = set(concepts[begin:end])
         pools[split], begin = [icon for icon in found if icon.canonical in chosen], end
@@ -97,11 +108,19 @@ def make_own(package: Path, output: Path) -> None:
     with complete_folder(output) as folder, ThreadPoolExecutor() as executor:
 
         def pairs_of(split: str) -> Iterator[Pair]:
-            for icon, png in take(pools[split], OWN_PAIRS[split], 64, executor):
+            for icon, png in take(pools[split], pairs[split], 64, executor):
                 yield Pair(png, icon.caption, {"set": icon.prefix, "icon": icon.name, "name": icon.canonical})
 
-        recipe = {**OWN_PAIRS, "sets": OWN_SETS, "package": PACKAGE}
-        write_dataset(folder, {split: pairs_of(split) for split in OWN_PAIRS}, concepts, recipe)
+        recipe = {**pairs, "sets": sets, "package": PACKAGE}
+        write_dataset(folder, {split: pairs_of(split) for split in pairs}, concepts, recipe)
+
+
+def make_demo(output: Path) -> None:
+    """Write pairs of the demo set. Validation and test pairs also show shapes in colors that are not in the training pairs."""
+    with complete_folder(output) as folder:
+        for seed, (split, number) in enumerate(DEMO_PAIRS.items()):
+            write_shards(folder / split, ShapesConfig(number, seed, "train" if split == "train" else "test"))
+        (folder / "recipe.json").write_text(json.dumps({**DEMO_PAIRS, "data": "demo set"}) + "\n")
 
 
 @dataclass(frozen=True)
@@ -124,6 +143,12 @@ COMPARISONS = {
     ),
     # A start that the sigmoid loss has trained: is it better to go on with this loss?
     "siglip": Methods({"siglip": "--loss siglip"} | FIRST, {}, RATES[:3]),
+    # Own data with several images of each caption.
+    "equal-captions": Methods(
+        {name: f"{given} --equal-captions mask" for name, given in FIRST.items()},
+        {"openclip, equal captions as negatives": "--loss openclip"},
+        RATES[1:],
+    ),
 }
 
 
@@ -314,7 +339,8 @@ def draw(about: Mapping[str, Any], results: Results, path: Path) -> None:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--own", type=Path, required=True, help="folder of the own data")
-    parser.add_argument("--cache", type=Path, help="folder of the icons' collection: make the own data, and stop")
+    parser.add_argument("--make", choices=(*OWN, "demo"), help="write this own data to the folder --own, and stop")
+    parser.add_argument("--cache", type=Path, help="folder for the icons' collection, with --make of emoji")
     parser.add_argument("--kept", type=Path, help="folder from scripts.experiments.icons")
     parser.add_argument("--start", type=Path, help="checkpoint LOGS/NAME/checkpoints/epoch_K.pt of the start")
     parser.add_argument("--results", type=output_path, help="JSON lines file to which finished runs are added")
@@ -325,8 +351,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--table", action="store_true", help="print the table of the finished runs, and stop")
     parser.add_argument("--figure", type=output_path, help="with --table: PNG file of own against kept scores")
     args = parser.parse_args(argv)
-    if args.cache is not None:
-        make_own(fetch(args.cache), args.own)
+    if args.make == "demo":
+        make_demo(args.own)
+        return
+    if args.make is not None:
+        if args.cache is None:
+            parser.error("--make of emoji needs --cache")
+        make_own(fetch(args.cache), args.own, *OWN[args.make])
         return
     if None in (args.kept, args.start, args.results):
         parser.error("give --kept, --start and --results")

@@ -17,15 +17,22 @@ def curves(own: list[float], kept: list[float]) -> dict[str, dict[str, list[floa
     return {name: {w: [x] for w, x in zip(("0", "0.5", "1"), of, strict=True)} for name, of in named.items()}
 
 
-def test_concepts_of_the_own_data_are_in_one_split_and_variants_are_left_out(tmp_path: Path, monkeypatch):
+def test_concepts_of_the_own_data_are_in_one_split_and_variants_are_left_out(tmp_path: Path):
     variant = {"bell-light-skin-tone": {"body": '<path d="M0 0h7v7z"/>'}}
     package = write_collection(tmp_path / "package", {"first": {"icons": variant}, "second": {}})
-    monkeypatch.setattr(fine_tune, "OWN_SETS", ("first", "second"))
-    monkeypatch.setattr(fine_tune, "OWN_PAIRS", {"train": 6, "val": 2, "test": 2})
-    fine_tune.make_own(package, tmp_path / "own")
-    captions = {split: {sample["txt"] for sample in read(tmp_path / "own" / split)} for split in fine_tune.OWN_PAIRS}
+    pairs = {"train": 6, "val": 2, "test": 2}
+    fine_tune.make_own(package, tmp_path / "own", ("first", "second"), pairs)
+    captions = {split: {sample["txt"] for sample in read(tmp_path / "own" / split)} for split in pairs}
     assert {split: len(found) for split, found in captions.items()} == {"train": 3, "val": 1, "test": 1}
     assert len(set.union(*captions.values())) == 5
+
+
+def test_the_demo_set_as_own_data_has_different_images_in_each_split(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(fine_tune, "DEMO_PAIRS", {"train": 3, "val": 2, "test": 2})
+    fine_tune.main(["--make", "demo", "--own", str(tmp_path / "own")])
+    images = {split: {sample["png"] for sample in read(tmp_path / "own" / split)} for split in fine_tune.DEMO_PAIRS}
+    assert {split: len(found) for split, found in images.items()} == fine_tune.DEMO_PAIRS
+    assert len(set.union(*images.values())) == 7
 
 
 @pytest.mark.parametrize(
