@@ -53,12 +53,12 @@ def choose(own: Mapping[float, float], kept: Mapping[float, float], at_least: fl
     if not own:
         return Choice(max(good), f"the largest α with {share}")
     best = max(good, key=lambda weight: own[weight])  # the first one, so the smallest α, of equal scores
-    failed = (
-        ""
-        if own[best] > own[0.0]
-        else ", but not above the score before training: try a different --lr or more --epochs"
-    )
-    return Choice(best, f"the largest own score{f' with {share}' if kept else ''}{failed}")
+    advice = ""
+    if own[best] <= own[0.0]:
+        advice = ", but not above the score before training: try a different --lr or more --epochs"
+    elif kept and best == 1.0:  # all of the training is kept, and more of it would be allowed
+        advice = "; the trained weights keep this much, so a larger --lr or more --epochs may gain more"
+    return Choice(best, f"the largest own score{f' with {share}' if kept else ''}{advice}")
 
 
 @dataclass(frozen=True)
