@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,7 @@ class Report:
         runs: Each setting's means over seeds: ``(loss, setting, lr, epochs, seeds, mean reciprocal rank, R@1)``.
         left_behind: Losses that did not reach the last rung.
         chance: R@1 of random guessing, averaged over both directions.
+        rate_advice: What to do if the recommended learning rate is the largest or the smallest that was tried, else empty.
     """
 
     about: About
@@ -93,6 +94,7 @@ class Report:
     failures: tuple[str, ...]
     left_behind: tuple[str, ...]
     chance: float
+    rate_advice: str
 
 
 def make_report(
@@ -143,6 +145,18 @@ def make_report(
         failures=tuple(sorted({f"a run failed: {failure}" for failure in failures})),
         left_behind=tuple(loss for loss in losses if loss not in in_last),
         chance=statistics.fmean(chance(images, captions).values()),
+        rate_advice="".join(_rate_advice(result, runs.values()) for result in found if result.loss == recommended),
+    )
+
+
+def _rate_advice(chosen: LossResult, runs: Iterable[tuple[str, str, float, float, int, float, float]]) -> str:
+    rates = {lr for loss, setting, lr, *_ in runs if (loss, setting) == (chosen.loss, chosen.setting)}
+    if len(rates) == 1 or min(rates) < chosen.lr < max(rates):
+        return ""
+    which, better = ("smallest", chosen.lr / 2) if chosen.lr == min(rates) else ("largest", chosen.lr * 2)
+    return (
+        f"The best learning rate of {chosen.loss}, {chosen.lr:g}, is the {which} one tried. To try others, compare with "
+        f"--lr {better:g} and another --output."
     )
 
 
