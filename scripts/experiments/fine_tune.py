@@ -9,7 +9,7 @@ The start is a model that was trained on ``icons-11k`` (``scripts.experiments.ic
 own data: two sets of black emoji (``emoji``), all emoji (``all-emoji``) or the demo set (``demo``). Other own data, such as
 those of ``scripts.experiments.clip_arts``, need folders ``train/``, ``val/`` and ``test/`` with shards. Concepts of emoji are
 split: a name is in only one of training, validation and test. Kept are the icons in ``val/`` and ``test/``. Rehearsal uses the
-first 1,000 training pairs of the start. ``--compare`` selects the methods.
+first 1,000 training pairs of the start. ``--compare`` selects the methods, or changes of single values of the recipe.
 
 Each run is one ``openclip-ext train``. ``PYTHONPATH`` must contain ``examples/other_losses``. The results have a JSON line for
 each finished run, with the own and kept R@1 (mean of both directions) of the mixes of start and trained weights. With the
@@ -29,7 +29,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -125,14 +125,34 @@ def make_demo(output: Path) -> None:
 
 @dataclass(frozen=True)
 class Methods:
-    """The flags of the methods to compare, by name: the ``first`` also with rehearsal. Each runs at the learning ``rates``."""
+    """The flags of the methods to compare, by name: the ``first`` also with rehearsal. Each runs at the learning ``rates``.
+
+    ``changes`` are changes of one method's :class:`Run` and of its flags, by name. They do not run at other rates.
+    """
 
     first: Mapping[str, str]
     rest: Mapping[str, str]
     rates: Sequence[float]
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 ALL = Methods(FIRST, REST, RATES)
+# Changes of single values of the recipe, queueclip with rehearsal.
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "as above": {},
+    "5 epochs": {"epochs": 5},
+    "20 epochs": {"epochs": 20},
+    "batch size 32": {"batch_size": 32},
+    "batch size 128": {"batch_size": 128},
+    "`--keep-share 0.125`": {"keep_share": 0.125},
+    "`--keep-share 0.5`": {"keep_share": 0.5},
+    "`--warmup 0`": {"flags": " --warmup 0"},
+    "`--warmup 0.3`": {"flags": " --warmup 0.3"},
+    "`--wd 0`": {"flags": " --wd 0"},
+    "`--wd 0.5`": {"flags": " --wd 0.5"},
+    "layer decay 0.8": {"flags": " --image-layer-decay 0.8 --text-layer-decay 0.8"},
+    "`--equal-captions mask`": {"flags": " --equal-captions mask"},
+}
 # What can be compared.
 COMPARISONS = {
     "methods": ALL,
@@ -149,6 +169,7 @@ COMPARISONS = {
         {"openclip, equal captions as negatives": "--loss openclip"},
         RATES[1:],
     ),
+    "recipe": Methods({"queueclip": FIRST["queueclip"]}, {}, (1e-3,), CHANGES),
 }
 
 
@@ -165,8 +186,22 @@ def runs_of(
     }
 
 
+def changed(about: Mapping[str, Any], lr: float, given: str, change: Mapping[str, Any]) -> Run:
+    """Return a run with rehearsal, in which one value of the recipe is changed."""
+    setting = {"flags": given + change.get("flags", ""), "keep_share": change.get("keep_share", REHEARSED_SHARE)}
+    run = Run(**about, lr=lr, seed=SEEDS[0], family="queueclip", setting=setting)
+    run = replace(run, **{name: change[name] for name in ("epochs", "batch_size") if name in change})
+    return replace(run, schedule=f"{run.epochs} epochs")
+
+
 def contests(about: Mapping[str, Any], results: Results, methods: Methods = ALL) -> Iterator[Contest]:
     """Yield comparisons in the order in which they run. A later one may depend on the results of the earlier ones."""
+    if methods.changes:
+        ((_, given),) = methods.first.items()
+        yield Contest(
+            {name: [changed(about, methods.rates[0], given, change)] for name, change in methods.changes.items()}, SEEDS
+        )
+        return
     first = runs_of(methods.first, about, methods.rates)
     tuned = Contest(first, SEEDS[:1])
     yield tuned

@@ -1,5 +1,6 @@
 """The experiment of fine-tuning: own data with disjoint concepts, the order of the runs, and scores at equal keeping."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,18 @@ def test_rates_are_chosen_with_the_first_seed_then_rehearsal_then_other_seeds():
     assert order[8:10] == [("openclip", 0.25, 3e-3, 0), ("queueclip", 0.25, 1e-4, 0)]
     assert {seed for *_, seed in order[10:18]} == {1, 2}
     assert len(order) == len(set(order)) == 10 * 6  # ten families at four rates, and the best with two more seeds
+
+
+def test_a_change_of_the_recipe_runs_at_one_rate_with_all_seeds():
+    recipe, results = fine_tune.COMPARISONS["recipe"], {}
+    while (run := next_run(ABOUT, results, recipe)) is not None:
+        results[run.id] = {"val": {"mean": 0.0}, "run": run}
+    runs = [row["run"] for row in results.values()]
+    assert len(runs) == 3 * len(fine_tune.CHANGES) and {(run.lr, run.family) for run in runs} == {(1e-3, "queueclip")}
+    plain = next_run(ABOUT, {}, fine_tune.ALL)
+    base = replace(plain, lr=1e-3, setting={"flags": "--loss queueclip", "keep_share": 0.25})
+    assert base.id in results  # the rows of the other comparison are used
+    assert {(run.epochs, run.batch_size) for run in runs} == {(10, 64), (5, 64), (20, 64), (10, 32), (10, 128)}
 
 
 @pytest.mark.parametrize(
