@@ -17,6 +17,7 @@ from openclip_ext.data.manifest.manifest import Manifest, ManifestError, _checks
 from openclip_ext.data.shards.shardlist import expand_components, expand_shards, shard_name, sibling
 from openclip_ext.data.sources.keys import Key, parse_keys
 from openclip_ext.data.sources.source import BadDataError
+from openclip_ext.data.sources.spec import DataSpec
 from tests.data.shards import image_bytes, sample_members, sample_starts, write_shards, write_sizes, write_tar
 
 COUNTS = [3, 5, 2]
@@ -29,7 +30,12 @@ def shards(tmp_path: Path) -> list[str]:
 
 def test_specifications_expand_as_in_openclip(shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = tmp_path / "data"
+    for name in ("00000.parquet", "00000_stats.json", "00000.tar.idx"):  # of img2dataset and DALI
+        (data / name).touch()
+    assert DataSpec(str(data)).resolved_type == DataSpec(f"{data}::{data}").resolved_type == "webdataset"
     for specification in (
+        str(data),
+        f"file:{data}/",
         str(data / "{00000..00002}.tar"),
         str(data / "0000[0-2].tar"),
         "::".join(shards),
@@ -119,7 +125,6 @@ UNUSABLE = {
         r"fields jpg2 \(3\), txt2 \(3\).*--image-key",
     ),
     "folder": (None, "it is a folder; expected shards"),
-    "of_shards": (None, r"it is a folder; give its shards: '.*of_shards.tar/\*.tar'"),
     "table": (b"filepath,title\n0.jpg,a\n", "a CSV file, which needs no manifest"),
     "gone": (None, "cannot be read: No such file"),
 }
@@ -127,7 +132,6 @@ UNUSABLE = {
 
 def test_what_would_train_wrongly_is_refused_with_its_cause(shards: list[str], tmp_path: Path):
     (tmp_path / "folder.tar").mkdir()
-    write_shards(tmp_path / "of_shards.tar", [1])
     for name, (content, message) in UNUSABLE.items():
         path = tmp_path / f"{name}.{'csv' if name == 'table' else 'tar'}"
         if content is not None:

@@ -34,8 +34,7 @@ _SIGNATURES = {
 def explain(url: str, image_key: str, caption_key: str, storage: Storage, error: str = "") -> str:
     """Return why no sample of a shard has both an image and a caption, and a fix. ``error`` is from the shard's scan."""
     if is_local(url) and os.path.isdir(url):
-        has_shards = any(name.endswith(".tar") for name in os.listdir(url))
-        return f"it is a folder; give its shards: '{url}/*.tar'" if has_shards else f"it is a folder; {DATA_FORMATS}"
+        return f"it is a folder; {DATA_FORMATS}"
     if url.lower().endswith((".csv", ".tsv")):
         return "it is a CSV file, which needs no manifest; pass it to --train-data, with --dataset-type csv or auto"
     if error.startswith("cannot be read"):

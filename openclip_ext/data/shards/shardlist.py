@@ -14,6 +14,8 @@ from openclip_ext.data.storage import is_local, list_remote, local_path
 _GLOB = re.compile(r"[*?\[]")
 # On a web server, only ``*`` is a pattern, because URLs may contain ``?`` and ``[...]``. The shell expands ``pipe:`` commands.
 _REMOTE_GLOB = re.compile(r"^(?!pipe:)(?:https?:[^?#]*\*|(?!https?:).*[*?\[])")
+# Of the shards in a folder.
+_SHARD_ENDINGS = (".tar", ".tar.gz", ".tgz")
 _TAR_NAME = re.compile(r"([^\s/'\"=]+?)(\.tar(?:\.\w+)?|\.tgz)(?=$|[\s'\"?#|;&>)])")
 
 
@@ -22,7 +24,8 @@ def expand_components(shards: str | Sequence[str]) -> list[list[str]]:
 
     Args:
         shards: A path, URL or ``pipe:`` command with brace notation, several of them joined by ``::`` as in OpenCLIP, or a
-            list. ``*``, ``?`` and ``[...]`` are expanded in local paths and in URLs whose storage can list its files.
+            list. A local folder means all shards in it. ``*``, ``?`` and ``[...]`` are expanded in local paths and in URLs
+            whose storage can list its files.
 
     Raises:
         ValueError: There are no shards, or a pattern matches no file.
@@ -46,11 +49,20 @@ def _expand(component: str) -> list[str]:
         path = local_path(os.path.expandvars(url))
         known = os.path.commonpath([path, local_path(os.path.expandvars(folder))])
         is_pattern = _GLOB.search(path[len(known) :]) and not os.path.exists(path)
-        matches = sorted(glob.glob(glob.escape(known) + path[len(known) :])) if is_pattern else [path]
+        matches = (
+            sorted(glob.glob(glob.escape(known) + path[len(known) :])) if is_pattern else shards_in(path) or [path]
+        )
         if not matches:
             raise ValueError(f"no file matches {url!r}: correct the pattern, and quote it")
         urls.extend(matches)
     return urls
+
+
+def shards_in(folder: str) -> list[str]:
+    """Return the sorted paths of the shards in a local folder, such as img2dataset's output; empty for other paths."""
+    if not os.path.isdir(folder):
+        return []
+    return sorted(os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(_SHARD_ENDINGS))
 
 
 def _existing_folder(component: str) -> str:

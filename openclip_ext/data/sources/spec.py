@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openclip_ext.cli.options import check_config, cli_field, from_flags
+from openclip_ext.data.shards.shardlist import shards_in
 from openclip_ext.data.sources.keys import DATA_FORMATS, DEFAULT_CAPTION_KEY, DEFAULT_IMAGE_KEY
 from openclip_ext.data.storage import Storage
 
@@ -136,7 +137,7 @@ class DataSpec:
         ending = text.rstrip(" -\"'").rpartition(".")[2]
         if ending in ("csv", "tsv"):
             return "csv"
-        if ".tar" in text or text.endswith(".tgz"):
+        if ".tar" in text or text.endswith(".tgz") or shards_in(text.partition("::")[0]):
             return "webdataset"
         what = " is a folder without class folders" if os.path.isdir(text) else ""
         if not os.path.exists(text):
@@ -150,8 +151,7 @@ class DataSpec:
 def is_table(path: str) -> bool:
     """Return whether a path is a table: a Parquet or JSON-lines file, or a folder that is no folder of shards."""
     if os.path.isdir(path):
-        is_of_shards = any(".tar" in name for name in os.listdir(path))
-        return is_saved(path) or (not is_of_shards and bool(class_folders(path)))
+        return is_saved(path) or (not shards_in(path) and bool(class_folders(path)))
     return path.rpartition(".")[2] in TABLE_LOADERS
 
 
