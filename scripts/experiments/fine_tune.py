@@ -151,6 +151,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "`--wd 0`": {"flags": " --wd 0"},
     "`--wd 0.5`": {"flags": " --wd 0.5"},
     "layer decay 0.8": {"flags": " --image-layer-decay 0.8 --text-layer-decay 0.8"},
+    "`--reference start --no-steer --distill 0.5`": {"flags": " --reference start --no-steer --distill 0.5"},
     "`--equal-captions mask`": {"flags": " --equal-captions mask"},
 }
 # What can be compared.
