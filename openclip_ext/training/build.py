@@ -60,46 +60,16 @@ def build(
     built = models.build_model(plan.model, device, plan.loading.seed) if built is None else built
     # A pretrained tag can change the preprocessing. Evaluations and exports use the flags in the run folder.
     flags = plan.stored_flags | compat.changed_preprocessing(built.model)
-    if plan.model.image_features is not None:
-        _store_image_features(plan, built, source, Path(plan.model.image_features), has_values)
-    if plan.data.reference == START:
-        assert folder is not None, "checked with the flags"
-        source.reference = _embedded(plan, built, built.model, source, folder / "reference", "--reference")
+    loader = _loader(plan, built, source, folder, has_values)
     reference = source.reference
-    loader = build_loader(
-        plan.data,
-        plan.loading,
-        plan.keep,
-        preprocess=built.images.transform,
-        tokenizer=built.tokenizer,
-        decoder=built.images.decode,
-        source=source,
-    )
     steps_per_epoch = loader.batches_per_epoch // plan.length.accum_freq
     steps = steps_per_epoch * plan.length.epochs
-
     options = models.loss_options(plan.loss, steps, bool(weights), reference)
     loss = models.build_loss(plan.loss, plan.model.name, built.model, loader.num_samples, device, reference, options)
     check_combination(plan, loss, plan.world_size, compat.is_captioner(built.model))
     models.initialize(built.model, loss, weights, is_fresh=start.checkpoint is None)
-    model = parallel.distribute(built.model, plan.parallel, device, keep_whole=plan.evaluation.is_wanted)
     temperature_lr = _temperature_lr(plan, loss, steps)
-    optimizer = create_optimizer(model, plan.optimizer, temperature_lr, loss.model_head())
-    ema = None
-    if plan.step.model_ema_decay is not None:
-        from openclip_ext.training.ema import ModelEma
-
-        ema = ModelEma(model, plan.step.model_ema_decay)
-    if plan.parallel.compile_loss:
-        loss.compile()
-    step = TrainStep(
-        parallel.compiled(model, plan.parallel),
-        loss,
-        optimizer,
-        StepSettings.of(plan.step, device, built.images.normalize),
-        gradient_scaler(plan.step.precision, device),
-        ema,
-    )
+    step = _train_step(plan, built, loss, device, temperature_lr)
 
     settings = run_folder.settings(flags, options) | {"reference_weights": reference and reference.about.get("weights")}
     settings["pretrained_weights"] = _pretrained_weights(weights if folder else None, start)
@@ -126,7 +96,7 @@ def build(
     return Trainer(
         step=step,
         loader=loader,
-        schedule=create_schedule(plan.schedule, optimizer, steps_per_epoch, temperature_lr),
+        schedule=create_schedule(plan.schedule, step.optimizer, steps_per_epoch, temperature_lr),
         length=plan.length,
         policy=plan.saving,
         identity=identity,
@@ -134,6 +104,50 @@ def build(
         tasks=tasks,
         position=position,
         equal_captions=plan.loss.options.get("equal_captions"),
+    )
+
+
+def _loader(
+    plan: RunPlan, built: models.BuiltModel, source: Source, folder: Path | None, has_values: bool
+) -> "AnyTrainLoader | RehearsalLoader":
+    """Return the loader of the training data, after what the run embeds first: image features and ``--reference start``."""
+    assert plan.data is not None, "a run without training data only evaluates"
+    if plan.model.image_features is not None:
+        _store_image_features(plan, built, source, Path(plan.model.image_features), has_values)
+    if plan.data.reference == START:
+        assert folder is not None, "checked with the flags"
+        source.reference = _embedded(plan, built, built.model, source, folder / "reference", "--reference")
+    return build_loader(
+        plan.data,
+        plan.loading,
+        plan.keep,
+        preprocess=built.images.transform,
+        tokenizer=built.tokenizer,
+        decoder=built.images.decode,
+        source=source,
+    )
+
+
+def _train_step(
+    plan: RunPlan, built: models.BuiltModel, loss: ContrastiveLoss, device: torch.device, temperature_lr: float | None
+) -> TrainStep:
+    """Return the training step of the distributed model, with its optimizer and average of weights."""
+    model = parallel.distribute(built.model, plan.parallel, device, keep_whole=plan.evaluation.is_wanted)
+    optimizer = create_optimizer(model, plan.optimizer, temperature_lr, loss.model_head())
+    ema = None
+    if plan.step.model_ema_decay is not None:
+        from openclip_ext.training.ema import ModelEma
+
+        ema = ModelEma(model, plan.step.model_ema_decay)
+    if plan.parallel.compile_loss:
+        loss.compile()
+    return TrainStep(
+        parallel.compiled(model, plan.parallel),
+        loss,
+        optimizer,
+        StepSettings.of(plan.step, device, built.images.normalize),
+        gradient_scaler(plan.step.precision, device),
+        ema,
     )
 
 
