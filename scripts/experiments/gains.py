@@ -37,6 +37,10 @@ def _solved(temperature: float | None) -> dict[str, Any]:
     return {"loss": "queueclip", "options": options}
 
 
+def _queueclip_constant(temperature: float) -> dict[str, Any]:
+    return {"loss": "queueclip", "options": {"temperature_scheme": "constant", "temperature": temperature}}
+
+
 @dataclass(frozen=True)
 class Pairing:
     """Pairs of runs that have equal seeds and differ only in the setting (the loss and its options).
@@ -46,6 +50,7 @@ class Pairing:
         data: Digest of the data set.
         tuned: Setting of ``openclip``.
         untuned: Setting of ``queueclip``.
+        best: The setting of ``queueclip`` that was best on the validation sets, of as many as for ``openclip``; or None.
     """
 
     label: str
@@ -57,6 +62,7 @@ class Pairing:
     seeds: Sequence[int]
     model: str = "demo-resnet"
     lr: float = 0.001
+    best: Mapping[str, Any] | None = None
 
 
 _SIX = range(6)
@@ -82,37 +88,40 @@ _ICONS_PAIRS = 11_000
 _EQUAL_EPOCHS = 16
 # The figure of equal epochs: batches from small to large.
 CURVE = tuple(
-    Pairing(f"{batch}", _ICONS, batch, _EQUAL_EPOCHS, tuned, untuned, seeds, lr=lr)
-    for batch, lr, tuned, untuned, seeds in (
-        (32, 0.001, _LEARNED, _solved(None), (10, 11, 12)),
-        (64, 0.001, _constant(0.03), _solved(0.07), range(3)),
-        (128, 0.001, _constant(0.07), _solved(0.07), range(3)),
-        (256, 0.0014, _constant(0.07), _solved(0.1), range(3)),
-        (512, 0.002, _constant(0.1), _solved(0.1), range(3)),
-        (1024, 0.002, _constant(0.1), _solved(0.1), range(3)),
+    Pairing(f"{batch}", _ICONS, batch, _EQUAL_EPOCHS, tuned, untuned, seeds, lr=lr, best=_queueclip_constant(best))
+    for batch, lr, tuned, untuned, best, seeds in (
+        (32, 0.001, _LEARNED, _solved(None), 0.05, (10, 11, 12)),
+        (64, 0.001, _constant(0.03), _solved(0.07), 0.03, range(3)),
+        (128, 0.001, _constant(0.07), _solved(0.07), 0.03, range(3)),
+        (256, 0.0014, _constant(0.07), _solved(0.1), 0.07, range(3)),
+        (512, 0.002, _constant(0.1), _solved(0.1), 0.1, range(3)),
+        (1024, 0.002, _constant(0.1), _solved(0.1), 0.1, range(3)),
     )
 )
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Mean R@1 in percent with the tuned and the untuned setting, and the difference (untuned − tuned) for each seed."""
+    """Mean R@1 in percent of tuned ``openclip`` and of ``queueclip``, and their difference for each seed."""
 
     label: str
-    tuned: float
-    untuned: float
+    openclip: float
+    queueclip: float
     differences: Sequence[float]
 
 
-def gain(pairing: Pairing, rows: Iterable[Mapping[str, Any]]) -> Gain:
-    """Return the gain of a pairing; raise KeyError if a seed has no row."""
+def gain(pairing: Pairing, rows: Iterable[Mapping[str, Any]], of: Mapping[str, Any] | None = None) -> Gain:
+    """Return the gain of a pairing, with its untuned setting or another one; raise KeyError if a seed has no row.
+
+    Of several rows of a run, the last one counts.
+    """
     length = {name: getattr(pairing, name) for name in ("data", "model", "batch_size", "epochs", "lr")}
     of_length = [row for row in rows if all(row[name] == value for name, value in length.items())]
     tuned, untuned = (
         {row["seed"]: recall(row["test"]) for row in of_length if row["setting"] == setting}
-        for setting in (pairing.tuned, pairing.untuned)
+        for setting in (pairing.tuned, of or pairing.untuned)
     )
-    means = (statistics.fmean(of[seed] for seed in pairing.seeds) for of in (tuned, untuned))
+    means = (statistics.fmean(found[seed] for seed in pairing.seeds) for found in (tuned, untuned))
     return Gain(pairing.label, *means, [untuned[seed] - tuned[seed] for seed in pairing.seeds])
 
 
@@ -120,9 +129,9 @@ def table(gains: Iterable[Gain]) -> str:
     """Return README's table. A row whose 95 % interval excludes 0 is bold."""
     cells = [["batch, epochs", "OpenCLIP's loss, tuned", "`queueclip`, untuned"]]
     for one in gains:
-        text = f"{one.untuned:.1f}, {with_interval(one.differences)}"
+        text = f"{one.queueclip:.1f}, {with_interval(one.differences)}"
         is_ahead = seeds_interval(one.differences)[0] > 0
-        cells.append([one.label, f"{one.tuned:.1f}", f"**{text}**" if is_ahead else text])
+        cells.append([one.label, f"{one.openclip:.1f}", f"**{text}**" if is_ahead else text])
     return markdown_table(cells)
 
 
@@ -145,17 +154,20 @@ def draw(gains: Sequence[Gain], path: Path) -> None:
     figure.savefig(path, metadata={"Software": None})
 
 
-def draw_curve(gains: Sequence[Gain], path: Path) -> None:
+def draw_curve(untuned: Sequence[Gain], best: Sequence[Gain], path: Path) -> None:
     """Draw the mean R@1 over the batch size at equal epochs, with the 95 % interval of the difference over paired seeds."""
     figure = Figure(figsize=(7, 3.6), dpi=160, layout="constrained")
     axes = figure.subplots()
-    batches = [int(one.label) for one in gains]
-    halves = [statistics.fmean(one.differences) - seeds_interval(one.differences)[0] for one in gains]
-    untuned = [one.untuned for one in gains]
+    batches = [int(one.label) for one in untuned]
+    label = "queueclip, tuned for each batch"
+    axes.plot(batches, [one.queueclip for one in best], "o--", color=PALETTE[0], alpha=0.6, label=label)
+    halves = [statistics.fmean(one.differences) - seeds_interval(one.differences)[0] for one in untuned]
     label = "queueclip, untuned; bars: 95 % interval of the difference"
-    axes.errorbar(batches, untuned, yerr=halves, fmt="o-", color=PALETTE[0], capsize=3, label=label)
+    axes.errorbar(
+        batches, [one.queueclip for one in untuned], yerr=halves, fmt="o-", color=PALETTE[0], capsize=3, label=label
+    )
     label = "OpenCLIP's loss, tuned for each batch"
-    axes.plot(batches, [one.tuned for one in gains], "o-", color=PALETTE[1], label=label)
+    axes.plot(batches, [one.openclip for one in untuned], "o-", color=PALETTE[1], label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.set_xlabel(f"batch size, {_EQUAL_EPOCHS} epochs each")
@@ -183,10 +195,12 @@ def main(argv: list[str]) -> None:
     if args.figure:
         draw([gain(pairing, rows) for pairing in (*BATCHES, *OTHERS)], args.figure)
     if args.curve:
-        found = [gain(pairing, rows) for pairing in CURVE]
-        for one in found:
-            print(f"{one.label}: {one.tuned:.1f}, {one.untuned:.1f}, {with_interval(one.differences)}")
-        draw_curve(found, args.curve)
+        untuned = [gain(pairing, rows) for pairing in CURVE]
+        best = [gain(pairing, rows, pairing.best) for pairing in CURVE]
+        for one, other in zip(untuned, best, strict=True):
+            shown = (f"{of.queueclip:.1f}, {with_interval(of.differences)}" for of in (one, other))
+            print(f"| {one.label} | {one.openclip:.1f} | {' | '.join(shown)} |")
+        draw_curve(untuned, best, args.curve)
 
 
 if __name__ == "__main__":
