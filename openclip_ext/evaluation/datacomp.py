@@ -132,7 +132,7 @@ class Evaluated(NamedTuple):
 def evaluate_model(
     args: argparse.Namespace, tasks: Mapping[str, Task], opened: OpenedModel, encoder: Encoder, folder: Path
 ) -> Evaluated:
-    """Evaluate the tasks that have no result in the folder. ``encoder`` is of the same model. Collective."""
+    """Evaluate the tasks that have no result in the folder. ``encoder`` encodes with the model ``opened``. Collective."""
     own = options_of_run(opened.checkpoint)
     other = {name: value for name, value in model_options(args).items() if value not in (None, own.get(name))}
     run = run_identity(opened, encoder.autocast)
