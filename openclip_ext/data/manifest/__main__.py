@@ -86,8 +86,7 @@ def _place_next_to(urls: Sequence[str], image_key: str, caption_key: str) -> Pat
         if path.parent != cache_folder():
             return path
     raise ValueError(
-        "there is no place for the manifest next to these shards, which are remote or have manifests of different shards: give "
-        "--output"
+        "the manifest cannot be next to these shards, which are remote or have manifests of different shards: give --output"
     )
 
 
