@@ -192,8 +192,8 @@ def find_tasks(args: argparse.Namespace) -> dict[str, Task]:
     if args.data_dir is None:
         select_tasks(names)  # a wrong name is the likelier mistake
         raise ValueError(
-            "nothing to evaluate: give the folder of DataComp's tasks with --data-dir, or your own data (class folders, a table, "
-            "or image-caption pairs) with --tasks"
+            "no data to evaluate on: give the folder of DataComp's tasks with --data-dir, or your own class folders, table or "
+            "image-caption pairs with --tasks"
         )
     entries = select_tasks(names)
     found = {entry.key: datacomp_task(entry, args.data_dir, args.allow_size_mismatch) for entry in entries}
