@@ -260,7 +260,7 @@ class TrainLoader:
             if found == _Found.FAILED_WORKERS:
                 raise step.failure or WorkerError("the data workers of another rank failed; see its error")
             if found == _Found.TOO_FEW_SAMPLES:
-                error = self.bad.error(f"epoch {position.epoch} has too few usable samples to replace the bad ones")
+                error = self.bad.error(f"epoch {position.epoch} has too few usable samples to replace its bad samples")
                 self.bad.exchange()
                 raise error
             if self._is_shared and number % exchange_every == 0:
