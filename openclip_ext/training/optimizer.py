@@ -202,7 +202,7 @@ def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> di
         own = parameters[tower]
         if not own:
             raise UsageError(
-                f"--lr-{tower} and --{tower}-layer-decay have no effect, because the {tower} tower is not trained: remove them"
+                f"--lr-{tower} and --{tower}-layer-decay have no effect on a tower that is not trained: remove them"
             )
         depth = dict.fromkeys(own, 0) if decay == 1 else depths(tower, own)
         scales |= {name: factor * decay ** depth[name] for name in own}
