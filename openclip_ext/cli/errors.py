@@ -41,4 +41,4 @@ def check_words(argv: Sequence[str]) -> None:
             given, what = (word or before), "the flag"
             if not given.startswith("-"):
                 given, what = f"the argument after {before!r}", "it"
-            raise UsageError(f"{given}: the value is empty: remove {what}, or set the shell's variable in it")
+            raise UsageError(f"{given}: the value is empty: remove {what}, or set the shell variable that it contains")

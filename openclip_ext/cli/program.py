@@ -39,8 +39,8 @@ COMMANDS = {
     "search": Command("openclip_ext.evaluation.search", "find the images that fit a text or an image, in embeddings"),
     "export": Command("openclip_ext.export", "convert a checkpoint to a folder that OpenCLIP and transformers load"),
     "download": Command("openclip_ext.evaluation.download", "download DataComp's evaluation sets, and check them"),
-    "evaluate": Command("openclip_ext.evaluation.datacomp", "evaluate a checkpoint on DataComp's tasks"),
-    "report": Command("openclip_ext.evaluation.report", "compare evaluated runs in tables and charts"),
+    "evaluate": Command("openclip_ext.evaluation.datacomp", "evaluate a model on your data, or on DataComp's tasks"),
+    "report": Command("openclip_ext.evaluation.report", "compare runs in tables and charts"),
 }
 
 _HELP = """\

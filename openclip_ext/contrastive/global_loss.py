@@ -99,8 +99,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if equal_captions == POSITIVE and objective.estimand.includes_positive:
             raise OptionError(
                 "equal_captions",
-                f"equal_captions=positive: this loss estimates {objective.estimand.formula}, with only one positive pair. Use "
-                "equal_captions=mask, or another loss",
+                "equal_captions=positive: the normalizer of this loss contains only one positive pair per anchor. Use "
+                "equal_captions=mask, or another loss; with openclip, also remove normalizer= and temperature_scheme=",
             )
         self.equal_captions = equal_captions
         self.needs_positives = equal_captions != NEGATIVE

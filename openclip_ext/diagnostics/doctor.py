@@ -58,7 +58,7 @@ class Doctor:
 
     def _launcher(self) -> Iterator[Finding]:
         found = "its environment variables are set" if distributed.check_launcher() > 1 else "none found"
-        yield OK, f"launcher: {found}; {self.run.world_size} processes planned"
+        yield OK, f"launcher: {found}; planned number of processes: {self.run.world_size}"
 
     def _caches(self) -> Iterator[Finding]:
         model = self.run.model

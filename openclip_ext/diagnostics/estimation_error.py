@@ -245,9 +245,7 @@ def refuse_without_normalizers(loss: ContrastiveLoss) -> None:
         )
     if loss.needs_positives or getattr(loss, "mask_margin", None) is not None:
         option = "equal_captions=mask or positive" if loss.needs_positives else "mask_margin"
-        raise ValueError(
-            f"a loss with {option} is not supported, because its normalizers exclude some of the other samples"
-        )
+        raise ValueError(f"a loss with {option} is not supported, because its normalizers exclude some samples")
 
 
 def anchor_temperatures(

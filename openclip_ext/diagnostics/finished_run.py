@@ -85,8 +85,8 @@ def load_run(
     flags, name = config["flags"], config["loss"]["name"]
     if flags.get("keep_data"):
         raise UsageError(
-            f"{run} was trained with --keep-data, which this program does not support. Give the run's data in "
-            f"place of the run, with --model {flags['model']} --pretrained CHECKPOINT --output FOLDER"
+            f"{run} was trained with --keep-data, so its data sets cannot be read together. To inspect one: openclip-ext "
+            f"inspect DATA --model {flags['model']} --pretrained CHECKPOINT --output FOLDER"
         )
     found = read(checkpoint_file(run if checkpoint == "latest" else run / "checkpoints" / checkpoint))
     if found.shared is None:

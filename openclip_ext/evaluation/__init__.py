@@ -1,1 +1,1 @@
-"""Evaluate models on DataComp's tasks, ImageNet and retrieval, and write reports."""
+"""Evaluate models on DataComp's tasks, ImageNet and a user's data, and write reports."""

@@ -132,7 +132,7 @@ class Evaluated(NamedTuple):
 def evaluate_model(
     args: argparse.Namespace, tasks: Mapping[str, Task], opened: OpenedModel, encoder: Encoder, folder: Path
 ) -> Evaluated:
-    """Evaluate the tasks that have no result in the folder. ``encoder`` is of the same model. Collective."""
+    """Evaluate the tasks that have no result in the folder. ``encoder`` encodes with the model ``opened``. Collective."""
     own = options_of_run(opened.checkpoint)
     other = {name: value for name, value in model_options(args).items() if value not in (None, own.get(name))}
     run = run_identity(opened, encoder.autocast)
@@ -192,7 +192,8 @@ def find_tasks(args: argparse.Namespace) -> dict[str, Task]:
     if args.data_dir is None:
         select_tasks(names)  # a wrong name is the likelier mistake
         raise ValueError(
-            f"--data-dir is missing: expected the folder of DataComp's tasks, or own data in --tasks: {FORMATS}"
+            "no data to evaluate on: give the folder of DataComp's tasks with --data-dir, or your own class folders, table or "
+            "image-caption pairs with --tasks"
         )
     entries = select_tasks(names)
     found = {entry.key: datacomp_task(entry, args.data_dir, args.allow_size_mismatch) for entry in entries}

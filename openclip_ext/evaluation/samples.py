@@ -239,7 +239,7 @@ def read_classes(folder: Path, expected: int | None = None) -> tuple[list[str], 
     if expected is not None and len(classnames) != expected:
         raise DataError(
             f"{folder / CLASSNAMES_FILE}: expected DataComp's {expected} classes, found {len(classnames)}. "
-            "Download the data set again. openclip-ext evaluate accepts another size with --allow-size-mismatch."
+            "Download the data set again. openclip-ext evaluate accepts a different size with --allow-size-mismatch."
         )
     return classnames, templates
 

@@ -110,7 +110,7 @@ class Task(ABC):
         if self.size is not None and scores.found != self.size:
             raise DataError(
                 f"expected DataComp's {self.size} samples, found {scores.found}. "
-                "Download the data set again. openclip-ext evaluate accepts another size with --allow-size-mismatch."
+                "Download the data set again. openclip-ext evaluate accepts a different size with --allow-size-mismatch."
             )
         main_metric = None if self.main_metric is None else scores.metrics[self.main_metric]
         return replace(scores, metrics={**scores.metrics, "main_metric": main_metric})

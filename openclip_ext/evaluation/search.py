@@ -84,7 +84,7 @@ def embed_query(opened: OpenedModel, query: str) -> torch.Tensor:
     if os.path.isfile(query):
         features = model.encode_image(opened.transform(decode_image(Path(query).read_bytes()))[None])
     elif query.lower().endswith(IMAGE_FILE_ENDINGS):
-        raise UsageError(f"the image {query} is not found: check the path. A text has no ending of an image file")
+        raise UsageError(f"the image {query} is not found: check the path. To search for a text, remove the ending")
     else:
         features = model.encode_text(opened.tokenizer([query]))
     return normalize(features.float(), dim=-1)[0]

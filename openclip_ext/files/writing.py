@@ -63,7 +63,7 @@ def check_output_path(path: str | None, fix: str = "Give a local path, and copy 
     if path is not None and path.startswith("~/"):
         raise ValueError(f"{path}: the shell did not replace ~. Write $HOME{path[1:]}")
     if path == "":
-        raise ValueError("the path is empty: remove the flag, or set the shell's variable in it")
+        raise ValueError("the path is empty: remove the flag, or set the shell variable that it contains")
 
 
 def output_path(text: str) -> Path:

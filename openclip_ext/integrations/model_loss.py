@@ -36,7 +36,7 @@ def _has_trained_temperature(model: Any) -> bool:
         return False
     _LOG.info(
         f"The model's temperature {math.exp(-scale.item()):.4g} is not a usual initial value, so it counts as trained. A loss "
-        "that trains the temperature keeps it. To set another one, use create_loss(..., temperature=...)."
+        "that trains the temperature keeps it. To set a different temperature, use create_loss(..., temperature=...)."
     )
     return True
 

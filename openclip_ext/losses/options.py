@@ -125,7 +125,7 @@ class Global(Epochs, LearningRate, Bounds, Temperature, Rho, TemperaturePart):
 
 @dataclass(frozen=True)
 class Solved(Bounds, Temperature, Rho, TemperaturePart):
-    """The temperature is solved for.
+    """A solved temperature (``contrastive/solved_temperature.py``).
 
     Early in training, embeddings are close together, which moves a solved temperature down to its lower bound. So the lower
     bound is higher than for other schemes. In a short run, the temperature changes little, and a high initial temperature

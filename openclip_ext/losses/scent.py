@@ -42,7 +42,7 @@ class ScentNormalizer(SampleAverages):
         return torch.logaddexp(logsigmoid(-logit) + log_u, logsigmoid(logit) + stats.log_estimate)
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return quantiles of γ in the last step. For a new sample, γ uses the first u. Synchronizes with the device."""
+        """Return quantiles of γ in the last step. A new sample's γ depends on its first u. Synchronizes with the device."""
         if self._last is None:
             return {}
         logit, valid = self._last

@@ -92,7 +92,7 @@ class PredictedTemperature(TemperatureScheme):
         if rho <= 0:
             raise OptionError("rho", f"rho={rho}: expected rho > 0, because predicted temperatures are divided by rho")
         if lr_tau is None:
-            raise OptionError("lr_tau", "lr_tau=None: the network that predicts temperatures needs a learning rate")
+            raise OptionError("lr_tau", "lr_tau=None: expected a number, the learning rate of the temperature network")
         self.weight = rho
         self.bounds = (temperature_min, temperature_max)
         self.lr = lr_tau

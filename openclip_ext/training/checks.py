@@ -69,7 +69,7 @@ def check(plan: RunPlan) -> None:
         if data.hard_negative_key is not None and data.resolved_type == "webdataset":
             parse_keys(data.hard_negative_key, allow_json=True)
         if data.manifest is not None and not os.path.isfile(data.manifest):
-            raise UsageError(f"--manifest {data.manifest} not found. Omit it to find or create one")
+            raise UsageError(f"--manifest {data.manifest} not found. Remove the flag to find or create a manifest")
         files = _local_files(data)
         if files and not any(map(os.path.isfile, files)):  # if only some files are missing, their samples count as bad
             raise UsageError(f"--train-data: none of the {len(files)} files exists, the first is {files[0]}")
@@ -169,9 +169,13 @@ def check_combination(plan: RunPlan, loss: ContrastiveLoss, world_size: int, is_
     if plan.data.resampled and loss.needs_index:
         raise UsageError(f"--dataset-resampled: --loss {name} needs each sample once per epoch. Remove the flag")
     if plan.data.hard_negative_key is not None and not loss.accepts_hard_negatives:
+        fix = "use a different --loss"
+        if loss.steers:
+            fix = "remove --reference or give --no-steer"
+        elif plan.loss.options.get("local_loss"):
+            fix = "add --gather-with-grad"
         raise UsageError(
-            f"--hard-negative-key: --loss {name} with these options uses no hard negatives: remove the flag, --reference, or "
-            "--local-loss without --gather-with-grad, or use another loss"
+            f"--hard-negative-key: --loss {name} with these options uses no hard negatives. Remove the flag, or {fix}"
         )
     if plan.data.hard_negative_key is not None and is_captioner:
         raise UsageError(

@@ -270,8 +270,8 @@ def _check_together(args: argparse.Namespace) -> None:
         frozen = ("lock_image_unlocked_groups", "lock_text_unlocked_layers")
         for name in ("fsdp", *frozen, *(f"lock_{tower}" for tower in towers)):
             flag = f"--{name.replace('_', '-')}"
-            conflict = f"{flag} does not work with --lora-rank and --lora-targets {args.lora_targets}: remove it"
-            refused[conflict] = getattr(args, name)
+            adapted = f" --lora-targets {args.lora_targets}" if name in ("lock_image", "lock_text") else ""
+            refused[f"{flag} does not work with --lora-rank{adapted}: remove {flag}"] = getattr(args, name)
         refused["--lora-rank is for training: remove it to evaluate (checkpoints contain merged weights)"] = not trains
     for reason, is_wrong in refused.items():
         if is_wrong:

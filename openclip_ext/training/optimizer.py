@@ -201,7 +201,9 @@ def lr_scales(model: nn.Module, towers: Mapping[str, tuple[float, float]]) -> di
     for tower, (factor, decay) in towers.items():
         own = parameters[tower]
         if not own:
-            raise UsageError(f"--lr-{tower} and --{tower}-layer-decay have no effect: the {tower} tower is not trained")
+            raise UsageError(
+                f"--lr-{tower} and --{tower}-layer-decay have no effect on a tower that is not trained: remove them"
+            )
         depth = dict.fromkeys(own, 0) if decay == 1 else depths(tower, own)
         scales |= {name: factor * decay ** depth[name] for name in own}
     return scales

@@ -37,6 +37,15 @@ _EVERYDAY = {
     "--name NAME": "name of the run, which writes to LOGS/NAME (--logs LOGS, default: ./logs)",
     "--resume latest": "continue from the newest checkpoint of the run with this name",
 }
+_NOT_SUPPORTED = ("--horovod", "--distill-model", "--distill-pretrained", "--use-bnb-linear")
+# Help of OpenCLIP's flags that do more or less here than OpenCLIP's help says.
+_OPENCLIP_HELP = {
+    "--train-num-samples": "samples per epoch (default: all samples)",
+    "--val-num-samples": "no effect: all validation samples are used",
+    "--warmup": "number of steps in which the learning rate rises, or below 1, their share of the run",
+    "--cache-dir": "folder for downloaded models, and for copies of remote shards",
+    **dict.fromkeys(_NOT_SUPPORTED, "not supported"),
+}
 _MORE = (
     "openclip-ext losses NAME describes a loss. --loss NAME --help lists the loss's flags, --help-all lists all flags."
 )
@@ -54,6 +63,7 @@ class Parser(argparse.ArgumentParser):
         self.flags += [name for name in names if name.startswith("--")]
         if "--warmup" in names:
             options["type"] = _steps_or_share
+        options |= {"help": _OPENCLIP_HELP.get(names[0], options.get("help"))}
         return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -243,6 +253,8 @@ def _short() -> str:
     losses = {loss: summary.partition(". ")[0].rstrip(".") for loss, summary in SUMMARIES.items()}
     of_losses = ["--loss-option NAME=VALUE", "--recipe", "--config", *_loss_flags()]
     of_run = {title: [option.flag for option in options] for title, options in run_options().items()}
+    without = {*_NOT_SUPPORTED, "--val-num-samples", *of_run["data"]}
+    of_openclip = [flag for flag in build_parser().flags if flag not in without]
     parts = [
         f"usage: {_USAGE}",
         _EXAMPLE,
@@ -250,7 +262,7 @@ def _short() -> str:
         f"Losses:\n{_in_columns(losses)}",
         f"More flags, for the loss:\n{_wrapped(of_losses)}",
         *(f"For {title}:\n{_wrapped(flags)}" for title, flags in of_run.items()),
-        f"Flags of OpenCLIP, with the same meaning:\n{_wrapped(build_parser().flags)}",
+        f"Flags of OpenCLIP, with the same meaning:\n{_wrapped(of_openclip)}",
         _MORE,
     ]
     return "\n\n".join(parts)

@@ -77,8 +77,8 @@ def resolve(
         flags |= {name: values[name] for name in config.by_pairs}
     if flags["json_text_key_probs"]:
         flags["draw_captions"] = True
-    if flags["dry_run"]:
-        flags |= {"logs": "none", "report_to": ""}
+    if flags["dry_run"]:  # it reads no checkpoint, and saves none
+        flags |= {"logs": "none", "report_to": "", "resume": None, "keep_best": None}
     # The validation loss depends on the evaluation's batch size, which must not depend on the number of processes.
     evaluation_batch = flags["batch_size"]
     flags |= _shared_batch(flags)

@@ -3,7 +3,7 @@
     python -m scripts.experiments.gains docs/benchmarks/icons/*.jsonl --figure docs/images/gains.png \\
         --curve docs/images/equal-epochs.png
 
-For ``openclip``, the best of two to five temperatures was chosen on the validation sets, with the first seed. ``queueclip``
+For ``openclip``, the best of two to six temperatures was chosen on the validation sets, with the first seed. ``queueclip``
 has the training program's defaults: its initial temperature is 0.1 in runs of fewer than 700 steps, and 0.07 in longer runs.
 """
 

@@ -267,7 +267,7 @@ OWN = KINDS["shards"][0]
         (
             OWN,
             {"batch_size": 8, "world_size": 4, "accum_freq": 4},
-            "the epoch has 100, but one global batch is .* = 128",
+            "the epoch has 100, but a global batch needs 128",
         ),
         (OWN, {"upsampling_factors": "1::1", "resampled": True}, "2 upsampling factors for 1 data sources"),
         (OWN, {"dataset_type": "csv", "resampled": True}, "needs webdataset shards, not csv"),

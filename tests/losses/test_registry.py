@@ -102,7 +102,7 @@ def test_unknown_loss_lists_the_names() -> None:
         ("amorlip", {"normalizer": "queue"}, r"needs an estimate of log\(\(1.*Losses that take these parts: .*neuclip"),
         ("amorlip", {"temperature_scheme": "predicted"}, "use each process's own batch"),
         ("queueclip", {"leave_own_out": True, "prototypes": 1}, "leave_own_out=True needs prototypes >= 2"),
-        ("amorlip", {"equal_captions": "positive"}, "with only one positive pair"),
+        ("amorlip", {"equal_captions": "positive"}, "only one positive pair"),
         ("siglip", {"equal_captions": "mask"}, "equal_captions=: not used by the loss 'siglip'"),
         ("sogclr", {"equal_captions": "mask", "views": 2}, "not used by the loss 'sogclr with views=2'"),
         ("fastclip-v0", {"normalizer": "prototypes"}, "treats α as constant.*Losses that take .*fastclip-v3"),

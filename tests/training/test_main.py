@@ -125,7 +125,7 @@ def test_a_run_is_repeated_from_its_own_folder(finished, tmp_path):
 
 
 def test_a_dry_run_measures_a_step_and_writes_nothing(shards, tmp_path, capsys):
-    more = ["--workers", "1", "--accum-freq", "2", "--batch-size", "8"]
+    more = ["--workers", "1", "--accum-freq", "2", "--batch-size", "8", "--resume", "latest", "--keep-best", "any"]
     assert run(small_command(shards, tmp_path, "dry", "neuclip", "--dry-run", *more)) == 0
     assert re.search(r"16 samples takes [\d.e-]+ s .* GiB of memory per rank.* 10 steps", capsys.readouterr().out)
     assert not (tmp_path / "dry").exists()

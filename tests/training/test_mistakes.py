@@ -401,7 +401,7 @@ def test_a_recipe_on_fewer_gpus_tells_its_batch(batch_size, told):
 @pytest.mark.parametrize(("flags", "told"), [(["--local-loss"], True), (["--local-loss", "--gather-with-grad"], False)])
 def test_hard_negatives_without_a_gradient_are_refused(flags, told):
     config = plan_of("--hard-negative-key", "txt", *flags)
-    with pytest.raises(ValueError, match="--local-loss without --gather-with-grad") if told else nullcontext():
+    with pytest.raises(ValueError, match="add --gather-with-grad") if told else nullcontext():
         check_combination(config, create_loss("openclip", **config.loss.options), 2, False)
 
 
@@ -416,7 +416,7 @@ def test_the_corrected_command_works_after_a_start_that_failed_or_was_killed(sha
     right = small_command(shards, tmp_path, "mine", "openclip", "--epochs", "1")
     in_new_folders = small_command(shards, tmp_path / "new" / "runs", "mine", "openclip")
     for argv in (right, in_new_folders):
-        with pytest.raises(ValueError, match=r"too few samples|no sample with both an image"):
+        with pytest.raises(ValueError, match=r"too few samples|no usable sample, with an image"):
             run([*argv, *mistake])
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine" / "checkpoints").mkdir(parents=True)

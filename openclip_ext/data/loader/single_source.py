@@ -65,7 +65,7 @@ class SingleSourceLoader:
         digests = [loader.source.digest for loader in self._loaders]
         if progress and progress["data"] != digests:
             raise ValueError(
-                "cannot resume mid-epoch: the checkpoint was made without --single-source-batches, or with other sources. "
+                "cannot resume mid-epoch: the checkpoint was made without --single-source-batches, or with different sources. "
                 "Use the same flags and data, or --resume an end-of-epoch checkpoint under a new --name"
             )
         for digest, loader in zip(digests, self._loaders, strict=True):

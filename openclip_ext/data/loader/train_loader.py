@@ -260,7 +260,7 @@ class TrainLoader:
             if found == _Found.FAILED_WORKERS:
                 raise step.failure or WorkerError("the data workers of another rank failed; see its error")
             if found == _Found.TOO_FEW_SAMPLES:
-                error = self.bad.error(f"epoch {position.epoch} has too few usable samples to replace the bad ones")
+                error = self.bad.error(f"epoch {position.epoch} has too few usable samples to replace its bad samples")
                 self.bad.exchange()
                 raise error
             if self._is_shared and number % exchange_every == 0:
@@ -327,9 +327,9 @@ def _check_arguments(
         raise ValueError(f"rank={config.rank}: expected an integer >= 0, below world_size={world_size}")
     if not lanes.steps(lanes.epoch_samples):
         raise ValueError(
-            f"too few samples: the epoch has {lanes.epoch_samples:,}, but one global batch is batch size "
-            f"{config.batch_size} x {world_size} ranks x {config.accum_freq} accumulated = "
-            f"{lanes.global_batch:,}. Lower --batch-size or use fewer ranks"
+            f"too few samples: the epoch has {lanes.epoch_samples:,}, but a global batch needs {lanes.global_batch:,} "
+            f"(--batch-size {config.batch_size} × --accum-freq {config.accum_freq} × {world_size} ranks). Lower --batch-size "
+            "or use fewer ranks"
         )
     if config.draw_captions and not source.several_captions:
         raise ValueError(

@@ -85,7 +85,9 @@ def _place_next_to(urls: Sequence[str], image_key: str, caption_key: str) -> Pat
     for path, _ in candidates(urls, image_key, caption_key):
         if path.parent != cache_folder():
             return path
-    raise ValueError("the shards are remote, or both manifest names belong to different shards: give --output")
+    raise ValueError(
+        "the manifest cannot be next to these shards, which are remote or have manifests of different shards: give --output"
+    )
 
 
 def _check_output(path: Path) -> None:

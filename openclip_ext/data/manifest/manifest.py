@@ -328,7 +328,7 @@ def _refuse_unusable(shards: Sequence[Shard], image_key: str, caption_key: str, 
             for shard in unusable[:_SHOWN]
         )
         raise ManifestError(
-            f"{len(unusable)} of {len(shards)} shards have no sample with both an image ({image_key}) and a caption "
+            f"{len(unusable)} of {len(shards)} shards have no usable sample, with an image ({image_key}) and a caption "
             f"({caption_key}). " + ". ".join(reasons)
         )
     if not any(shard.num_samples for shard in shards):

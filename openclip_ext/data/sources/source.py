@@ -212,7 +212,7 @@ def _to_8_bits(values: np.ndarray) -> np.ndarray:
     """
     largest = values.max()
     if not 0 <= largest < np.inf:
-        raise ValueError(f"gray values: expected finite ones of at least 0, found a maximum of {largest}")
+        raise ValueError(f"gray values: expected finite values of at least 0, found a maximum of {largest}")
     if values.dtype.kind == "f":
         return (values.clip(0, None) * (255 if largest <= 1 else 255 / max(largest, 255))).astype(np.uint8)
     depth = next(bits for bits in _GRAY_DEPTHS if largest < 1 << bits)

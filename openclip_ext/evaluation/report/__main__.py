@@ -20,8 +20,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_line.Parser(
         prog="openclip-ext report",
         description="Compare runs side by side: settings that differ, training time, curves, validation, and DataComp's tasks "
-        "if they were evaluated. Writes report.md, report.csv, curves.png and report.html (one file that needs no network). "
-        "Differences are relative to the first run.",
+        "if they were evaluated. Writes report.md, curves.png, report.html (one file that needs no network), and after an "
+        "evaluation, report.csv. Differences are relative to the first run.",
     )
     results_help = (
         "a run folder (LOGS/NAME), eval_results.jsonl, or a folder with this file. Several paths with the same NAME are "
