@@ -175,9 +175,14 @@ def find_tasks(args: argparse.Namespace) -> dict[str, Task]:
     paths = [name for name in names if name not in known and _is_path(name)]
     flags = _run_flags(args)
     pairs = _pairs(flags)
-    trained = flags.get("caption_template", DataSpec.caption_template)
-    template = args.template or (trained if trained != DataSpec.caption_template else None)
-    own = [own_task(place, template, pairs(place), labels_first=args.template is not None) for place in paths]
+    # As during training, --keep-tasks do not have the prompt and the columns of the run's own data.
+    kept = [Path(place) for place in (flags.get("keep_tasks") or "").split("::")]
+    own = [
+        own_task(
+            place, args.template, None if Path(place) in kept else pairs(place), labels_first=args.template is not None
+        )
+        for place in paths
+    ]
     if args.val_data is not None:
         own.append(retrieval("val-data", pairs(args.val_data)))
     _refuse_unused(args.template, own)

@@ -18,7 +18,7 @@ from openclip_ext.checkpoint.format import load_model_file
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.model import symmetric_cross_entropy
-from openclip_ext.data.loader.build import build_eval_loader, with_own_columns
+from openclip_ext.data.loader.build import build_eval_loader
 from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
@@ -254,14 +254,11 @@ def class_task(spec: DataSpec) -> "Classification":
     from openclip_ext.evaluation.open_tasks import LABEL_COLUMNS, own_task
     from openclip_ext.evaluation.scoring import Classification
 
-    def read(spec: DataSpec) -> Classification:
-        task = own_task(str(spec.source), spec.caption_template, spec, labels_first=True)
-        if not isinstance(task, Classification):
-            columns = ", ".join(LABEL_COLUMNS)
-            raise ValueError(f"{spec.source} has no classes: expected a folder for each class, or a column ({columns})")
-        return task
-
-    return with_own_columns(spec, read)
+    task = own_task(str(spec.source), pairs=spec, labels_first=True)
+    if not isinstance(task, Classification):
+        columns = ", ".join(LABEL_COLUMNS)
+        raise ValueError(f"{spec.source} has no classes: expected a folder for each class, or a column ({columns})")
+    return task
 
 
 def validation_losses(output: Mapping[str, Any]) -> dict[str, float]:
