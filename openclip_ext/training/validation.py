@@ -3,7 +3,7 @@
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -230,6 +230,7 @@ class OwnTask(ScoredTask):
 
     def measure(self, encoder: "Encoder") -> tuple[dict[str, float], Score]:
         scores = self.task.score(encoder)
+        _warn_skipped(self.flag, scores.skipped)
         value = scores.metrics["main_metric"]
         if value is None:
             raise ValueError(
@@ -237,6 +238,11 @@ class OwnTask(ScoredTask):
             )
         half = scores.half_widths.get(self.task.main_metric or "")
         return {self.metric: value}, Score(value, half, scores.samples)
+
+
+def _warn_skipped(name: str, skipped: Sequence[str]) -> None:
+    if skipped:
+        logger.warning(f"{name}: {len(skipped)} images do not decode, the first: {skipped[0]}")
 
 
 def kept_task(path: str) -> OwnTask:
@@ -282,8 +288,7 @@ class ImageNet:
         metrics: dict[str, float] = {}
         for name, task in self.tasks.items():
             scores = task.score(encoder)
-            if scores.skipped:
-                logger.warning(f"{name}: {len(scores.skipped)} images do not decode, the first: {scores.skipped[0]}")
+            _warn_skipped(name, scores.skipped)
             metrics |= {top_name(name, k): value for k in TOP_K if (value := scores.metrics[f"acc{k}"]) is not None}
         return metrics
 
