@@ -109,6 +109,13 @@ def test_a_run_folder_or_its_checkpoint_is_the_model(photos, tiny_folder, tmp_pa
     assert "DataComp average" not in page
 
 
+def test_columns_of_a_table_are_given_for_a_model_without_a_run(evaluate, tmp_path):
+    table = write_csv(tmp_path, rows=6, columns=("place", "words"))
+    assert evaluate("--val-data", table)[0] == 1
+    status, found = evaluate("--val-data", table, "--csv-img-key", "place", "--csv-caption-key", "words")
+    assert status == 0 and found["val-data"]["samples"] == 6
+
+
 @pytest.mark.parametrize("case", ["a table with other columns", "prompts beside the data", "--keep-tasks"])
 def test_a_run_reads_own_classes_as_in_its_training(case, photos, tiny_folder, tiny, tmp_path):
     place, flags, template = photos, {}, "the digit {}"
