@@ -95,6 +95,15 @@ def test_the_chosen_model_is_the_exact_mix_and_loads_in_stock_openclip(whole, st
     stock_model(model, SMALL_MODEL)
 
 
+def test_the_mix_of_an_earlier_epoch_is_not_named(whole, flags, shards, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    longer = ["--resume", "latest", "--epochs", "3", "--no-before-after"]
+    assert run(small_command(shards, tmp_path, "run", "queueclip", *flags, *longer)) == 0
+    for folder, is_named in ((whole, True), (tmp_path / "run", False)):
+        export.main([str(folder), "--output", str(tmp_path / f"exported-{is_named}")])
+        assert ("interpolated.pt" in capsys.readouterr().out) == is_named
+
+
 def test_a_finished_run_chooses_again_for_another_share_to_keep(whole, flags, shards, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     command = small_command(shards, tmp_path, "run", "queueclip", *flags, "--resume", "latest")
