@@ -289,6 +289,21 @@ def test_gray_images_of_16_bits_are_scaled_as_in_training(evaluate, photos):
     assert evaluate("--tasks", deep)[1]["photos"]["metrics"] == expected
 
 
+def test_gray_images_of_16_bits_are_scaled_in_datacomps_layout(evaluate, tmp_path):
+    """There, other images keep their mode, because DataComp's numbers depend on it."""
+    images = [image.convert("L") for image in datasets.digit_images(COUNT)[0]]
+    found = []
+    for name, files in (
+        ("8", images),
+        ("16", [Image.fromarray(np.asarray(image).astype(np.uint16) << 8) for image in images]),
+    ):
+        contents = [datasets.image_bytes(image) for image in files]
+        samples = [(f"s{row}", {"png": data, "txt": f"digit {row}".encode()}) for row, data in enumerate(contents)]
+        place = datasets.write_dataset(tmp_path / name, samples, dataset_type=("retrieval",))
+        found.append(evaluate("--tasks", place)[1][name]["metrics"])
+    assert found[0] == found[1]
+
+
 def test_a_label_that_is_missing_is_named(evaluate, photos, caplog):
     path = photos.parent / "table.csv"
     rows = [f"{image},{'' if number == 2 else 'zero'}" for number, image in enumerate(sorted(photos.rglob("*.png")))]
