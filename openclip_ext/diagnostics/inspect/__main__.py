@@ -4,6 +4,7 @@ import argparse
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> None:
     if bool(args.leave_out) != (args.write_manifest is not None):
         raise UsageError("--leave-out and --write-manifest need each other: give both flags, or remove both")
     reading = {"device": args.device, "batch_size": args.batch_size, "workers": args.workers}
-    columns = {name.replace("img", "image"): value for name, value in given_columns(args).items()}
+    columns: dict[str, Any] = {name.replace("img", "image"): value for name, value in given_columns(args).items()}
     if args.pretrained is None and not (args.model or "").startswith(("local-dir:", "hf-hub:")):
         if not os.path.isdir(args.run):
             raise UsageError(
