@@ -196,7 +196,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def _contrast(self, local: LocalBatch, gather: bool) -> tuple[ContrastStats, Similarities]:
         batch = gather_batch(local, gather)
         if batch.size < 2:
-            raise ValueError("a contrastive loss needs at least 2 samples, found 1: increase the batch size")
+            raise ValueError(
+                "a contrastive loss needs at least 2 samples, found 1: increase the batch size. If this is the last batch of "
+                "an epoch, set drop_last=True"
+            )
         tau = self.temperature.temperatures(batch)
         # A scheme may return a view of its own temperatures, which it updates later in this step.
         similarities = Similarities(batch, tau.clone() if self.temperature.learns_own else tau)

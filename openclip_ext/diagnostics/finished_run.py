@@ -127,7 +127,7 @@ def load_run(
 
 def load_public(
     model: str | None,
-    pretrained: str,
+    pretrained: str | None,
     spec: DataSpec,
     folder: Path,
     device: str = "cpu",

@@ -74,6 +74,20 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in MODEL_OPTIONS}
 
 
+def add_columns(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the columns of tables that :func:`given_columns` reads."""
+    group = parser.add_argument_group("tables", "the same flags as in training")
+    group.add_argument("--csv-separator", help="separator of a CSV file")
+    group.add_argument("--csv-img-key", help="column of the images")
+    group.add_argument("--csv-caption-key", help="column of the captions")
+
+
+def given_columns(args: argparse.Namespace) -> dict[str, str]:
+    """Return the given flags of :func:`add_columns`, by the names of training's flags."""
+    names = "csv_separator", "csv_img_key", "csv_caption_key"
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
 def own_device(name: str) -> torch.device:
     """Return the device of this process. If it is a GPU, make it CUDA's current device."""
     device = torch.device(name)

@@ -23,7 +23,14 @@ from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import echo, get_logger, mask_logs
 from openclip_ext.data.sources.spec import DataSpec
-from openclip_ext.evaluation.command_line import add_model_arguments, load_encoder, model_options, process_group
+from openclip_ext.evaluation.command_line import (
+    add_columns,
+    add_model_arguments,
+    given_columns,
+    load_encoder,
+    model_options,
+    process_group,
+)
 from openclip_ext.evaluation.encoder import Encoder
 from openclip_ext.evaluation.mixes import chosen_mix, mixes, shares
 from openclip_ext.evaluation.models import OpenedModel, flags_of_run, options_of_run
@@ -65,9 +72,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     folder_help = "folder with the wds_*_test folders of DataComp's tasks (see openclip-ext download)"
     parser.add_argument("--data-dir", type=Path, help=folder_help)
     parser.add_argument("--val-data", help="image-caption pairs for retrieval, in any format of training's --val-data")
+    add_columns(parser)
     template_help = (
-        "prompt for your own classes, with {} for the class name (default: the --caption-template of the model's run, else "
-        "the data's, else a photo of a {})"
+        "prompt for your own classes, with {} for the class name (default: the data's, else the --caption-template of the "
+        "model's run, else a photo of a {})"
     )
     parser.add_argument("--template", help=template_help)
     output_help = "folder for the results; default: RUN/datacomp/CHECKPOINT, or datacomp/MODEL-TAG for a pretrained tag"
@@ -173,11 +181,16 @@ def find_tasks(args: argparse.Namespace) -> dict[str, Task]:
     names = [name for entry in args.tasks or () for name in ([entry] if os.path.exists(entry) else entry.split(","))]
     known = {name for entry in TASKS.values() for name in (entry.key, entry.name, entry.folder)} | SUITES.keys()
     paths = [name for name in names if name not in known and _is_path(name)]
-    flags = _run_flags(args)
+    flags = {**_run_flags(args), **given_columns(args)}
     pairs = _pairs(flags)
-    trained = flags.get("caption_template", DataSpec.caption_template)
-    template = args.template or (trained if trained != DataSpec.caption_template else None)
-    own = [own_task(place, template, pairs(place), labels_first=args.template is not None) for place in paths]
+    # As during training, --keep-tasks do not have the prompt and the columns of the run's own data.
+    kept = [Path(place) for place in (flags.get("keep_tasks") or "").split("::")]
+    own = [
+        own_task(
+            place, args.template, None if Path(place) in kept else pairs(place), labels_first=args.template is not None
+        )
+        for place in paths
+    ]
     if args.val_data is not None:
         own.append(retrieval("val-data", pairs(args.val_data)))
     _refuse_unused(args.template, own)

@@ -36,7 +36,9 @@ def shares(text: str) -> list[float]:
 def chosen_mix(checkpoint: Path, command: str) -> str:
     """Return a sentence with the command for the mix that the run of a trained model chose; empty if it has not chosen one."""
     chosen = checkpoint.with_name("interpolated.pt")
-    if not chosen.is_file() or chosen == checkpoint:
+    # Without the scores, the run was continued after its choice, so the mix is of an earlier epoch.
+    is_current = checkpoint.absolute().parent.with_name("interpolation.json").is_file()
+    if not chosen.is_file() or chosen == checkpoint or not is_current:
         return ""
     return f"This is the trained model. The run chose a mix with the weights before training: openclip-ext {command} {chosen}"
 

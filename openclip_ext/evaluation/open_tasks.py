@@ -15,7 +15,7 @@ import open_clip
 from timm.data import ImageNetInfo
 
 from openclip_ext.cli.messages import get_logger
-from openclip_ext.data.loader.build import build_source, data_files, stamped, with_own_columns
+from openclip_ext.data.loader.build import build_source, data_files, detecting_columns, stamped, with_own_columns
 from openclip_ext.data.sources.rows import RowSource
 from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec, is_saved
@@ -147,8 +147,9 @@ def own_task(
     Args:
         place: A folder or a file in one of the formats of :data:`FORMATS`, or a pattern or URL of shards.
         template: Prompt with ``{}`` for the class name. None means the data's ``zeroshot_classification_templates.txt``, or
-            else :data:`DEFAULT_TEMPLATE`.
-        pairs: How to read tables and image-caption pairs. None means with default keys and columns.
+            else the ``caption_template`` of ``pairs``, or else :data:`DEFAULT_TEMPLATE`.
+        pairs: How to read tables and image-caption pairs. If a table lacks the columns, its own are detected. None means with
+            default keys and columns.
         labels_first: Whether a table with captions and labels is a classification. By default, it is a retrieval task.
 
     Raises:
@@ -156,13 +157,16 @@ def own_task(
     """
     path = Path(place)
     name = path.stem if path.is_file() else path.resolve().name if path.is_dir() else str(place)
+    spec = DataSpec(str(place)) if pairs is None else pairs
+    has_prompts = ((path if path.is_dir() else path.parent) / TEMPLATES_FILE).is_file()
+    if template is None and not has_prompts and spec.caption_template != DataSpec.caption_template:
+        template = spec.caption_template
     if (path / "test").is_dir() and (path / "test" / "nshards.txt").is_file():
         return _in_datacomp_layout(path, name)
     if path.is_dir() and not is_saved(str(path)) and not any(path.glob("*.tar*")):
         return Classification(name=name, path=path, template=template, read=partial(read_class_folders, path, template))
     if not path.exists() and not any(mark in str(place) for mark in ("*", "{", "::", "://")):
         raise DataError(f"{path} not found: {FORMATS}")
-    spec = DataSpec(str(place)) if pairs is None else pairs
     if (labels := _label_source(spec, labels_first)) is not None:
         # Training scores the task in each epoch, but reading the labels reads all rows.
         read_once = cache(partial(_read_table, path, labels, template))
@@ -248,12 +252,13 @@ def _label_source(spec: DataSpec, labels_first: bool) -> RowSource | None:
     if spec.resolved_type not in ("csv", "table"):
         return None
     of_labels = *LABEL_COLUMNS, *map(str.title, LABEL_COLUMNS)
-    columns = (*of_labels, spec.csv_caption_key) if labels_first else (spec.csv_caption_key, *of_labels)
-    for column in columns:
-        with contextlib.suppress(ValueError):
-            source = build_source(replace(spec, csv_caption_key=column, caption_template="{}"))
-            assert isinstance(source, RowSource)
-            return source if column in of_labels or source.has_classes else None
+    for each in (spec, detecting_columns(spec)):
+        columns = (*of_labels, each.csv_caption_key) if labels_first else (each.csv_caption_key, *of_labels)
+        for column in columns:
+            with contextlib.suppress(ValueError):
+                source = build_source(replace(each, csv_caption_key=column, caption_template="{}"))
+                assert isinstance(source, RowSource)
+                return source if column in of_labels or source.has_classes else None
     return None  # the loader of pairs explains what is wrong with the table
 
 

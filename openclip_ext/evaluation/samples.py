@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from openclip_ext.data.processes import begin_worker
 from openclip_ext.data.shards import tar
-from openclip_ext.data.sources.source import BadSampleError, Source, decode_image, reason_of
+from openclip_ext.data.sources.source import BadSampleError, Source, decode_image, in_8_bits, reason_of
 from openclip_ext.data.sources.spec import IMAGE_FILE_ENDINGS, files_below, images_below
 from openclip_ext.data.sources.spec import class_folders as subfolders
 
@@ -187,7 +187,7 @@ def _decode_unconverted(content: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(content))
         image.load()
-        return image
+        return in_8_bits(image)
     except Exception as error:  # decoders raise many exceptions, even struct.error and SyntaxError
         raise BadSampleError(f"the image does not decode: {reason_of(error)}") from error
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import ConcatDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
@@ -25,9 +26,17 @@ class LossCallback(TrainerCallback):
     def __init__(self, model_loss: ModelLoss) -> None:
         self.model_loss = model_loss
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         repeats = args.world_size > 1 and not args.dataloader_drop_last
         self.model_loss.check_loop(args.gradient_accumulation_steps, repeats)
+        loader = more["train_dataloader"]
+        # sentence-transformers has a last batch for each of several joined data sets.
+        has_last_batch = has_length(loader) and not isinstance(loader.dataset, ConcatDataset)
+        has_last_batch &= args.world_size == 1 and not args.dataloader_drop_last and self.model_loss.loss.keeps_state
+        if has_last_batch and len(loader.dataset) % args.train_batch_size == 1:
+            raise ValueError(
+                "the last batch of each epoch would have one sample, without negatives: set dataloader_drop_last=True"
+            )
         self._next_epoch = 0
         if state.global_step == 0:
             return

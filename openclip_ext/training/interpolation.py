@@ -63,10 +63,11 @@ def choose(own: Mapping[float, float], kept: Mapping[float, float], at_least: fl
 
 @dataclass(frozen=True)
 class Mixes:
-    """The scores of all mixes: for each task, a score for each of :data:`ALPHAS`, and the choice."""
+    """The scores of all mixes: for each task, a score for each of :data:`ALPHAS`, and the choice (see :func:`choose`)."""
 
     scores: Mapping[ScoredTask, Mapping[float, Score]]
     choice: Choice
+    at_least: float
 
     def __str__(self) -> str:
         """A table of the scores in percent, with half the width of their 95 % intervals."""
@@ -90,7 +91,8 @@ class Mixes:
             task.name: {f"{weight:g}": score._asdict() for weight, score in found.items()}
             for task, found in self.scores.items()
         }
-        return dumps({"chosen": self.choice.weight, "reason": self.choice.reason, "scores": scores}) + "\n"
+        chosen = {"chosen": self.choice.weight, "reason": self.choice.reason, "keep_at_least": self.at_least}
+        return dumps({**chosen, "scores": scores}) + "\n"
 
 
 def _mean(scores: Sequence[Mapping[float, float]]) -> dict[float, float]:
@@ -140,7 +142,7 @@ def score_mixes(
     values = {of: {weight: score.value for weight, score in found.items()} for of, found in scores.items()}
     own = _mean([found for of, found in values.items() if of.is_own])
     choice = choose(own, _mean([found for of, found in values.items() if not of.is_own]), at_least)
-    result = Mixes(scores, choice)
+    result = Mixes(scores, choice, at_least)
     if folder is not None:
         entries = {name: content[name] for name in ("epoch", "name")}
         entries |= {"state_dict": mixed(initial, trained, choice.weight), WEIGHT_KEY: choice.weight}

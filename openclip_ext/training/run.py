@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import shlex
@@ -144,7 +145,7 @@ def _train(plan: RunPlan, trainer: Trainer, folder: Path | None, start: Start) -
         # A pretrained model is also scored before the first step.
         is_due = is_mixed if trainer.position.epoch == 0 else start.checkpoint is not None
         trainer.fit(evaluate_first=is_due and lacks)
-        lacks_mix = distributed.on_rank0(lambda: folder is not None and not (folder / SCORES_FILE).exists())
+        lacks_mix = distributed.on_rank0(lambda: folder is not None and _lacks_mix(folder, plan.tuning.keep_at_least))
         mixes = _mix(plan, trainer, folder) if is_mixed and (has_steps_left or lacks_mix) else None
     finally:
         trainer.reporter.close()
@@ -167,6 +168,14 @@ def _is_mixed(plan: RunPlan, trainer: Trainer) -> bool:
     is_scored = evaluation.val_data or evaluation.class_data or evaluation.scores_kept or evaluation.kept_tasks
     is_wanted = plan.tuning.is_compared and bool(plan.model.weights and is_scored) and evaluation.val_every > 0
     return is_wanted and trainer.loss.model_head() is None  # heads have no initial weights
+
+
+def _lacks_mix(folder: Path, at_least: float) -> bool:
+    """Return whether a run has not chosen a mix that keeps this share of the initial model's score."""
+    try:
+        return json.loads((folder / SCORES_FILE).read_text()).get("keep_at_least") != at_least
+    except FileNotFoundError:
+        return True
 
 
 def _mix(plan: RunPlan, trainer: Trainer, folder: Path | None) -> "Mixes | None":

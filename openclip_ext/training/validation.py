@@ -3,7 +3,7 @@
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from openclip_ext.checkpoint.format import load_model_file
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.model import symmetric_cross_entropy
-from openclip_ext.data.loader.build import build_eval_loader, with_own_columns
+from openclip_ext.data.loader.build import build_eval_loader
 from openclip_ext.data.loader.eval_loader import EvalLoader
 from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec
@@ -230,6 +230,7 @@ class OwnTask(ScoredTask):
 
     def measure(self, encoder: "Encoder") -> tuple[dict[str, float], Score]:
         scores = self.task.score(encoder)
+        _warn_skipped(self.flag, scores.skipped)
         value = scores.metrics["main_metric"]
         if value is None:
             raise ValueError(
@@ -237,6 +238,11 @@ class OwnTask(ScoredTask):
             )
         half = scores.half_widths.get(self.task.main_metric or "")
         return {self.metric: value}, Score(value, half, scores.samples)
+
+
+def _warn_skipped(name: str, skipped: Sequence[str]) -> None:
+    if skipped:
+        logger.warning(f"{name}: {len(skipped)} images do not decode, the first: {skipped[0]}")
 
 
 def kept_task(path: str) -> OwnTask:
@@ -254,14 +260,11 @@ def class_task(spec: DataSpec) -> "Classification":
     from openclip_ext.evaluation.open_tasks import LABEL_COLUMNS, own_task
     from openclip_ext.evaluation.scoring import Classification
 
-    def read(spec: DataSpec) -> Classification:
-        task = own_task(str(spec.source), spec.caption_template, spec, labels_first=True)
-        if not isinstance(task, Classification):
-            columns = ", ".join(LABEL_COLUMNS)
-            raise ValueError(f"{spec.source} has no classes: expected a folder for each class, or a column ({columns})")
-        return task
-
-    return with_own_columns(spec, read)
+    task = own_task(str(spec.source), pairs=spec, labels_first=True)
+    if not isinstance(task, Classification):
+        columns = ", ".join(LABEL_COLUMNS)
+        raise ValueError(f"{spec.source} has no classes: expected a folder for each class, or a column ({columns})")
+    return task
 
 
 def validation_losses(output: Mapping[str, Any]) -> dict[str, float]:
@@ -285,8 +288,7 @@ class ImageNet:
         metrics: dict[str, float] = {}
         for name, task in self.tasks.items():
             scores = task.score(encoder)
-            if scores.skipped:
-                logger.warning(f"{name}: {len(scores.skipped)} images do not decode, the first: {scores.skipped[0]}")
+            _warn_skipped(name, scores.skipped)
             metrics |= {top_name(name, k): value for k in TOP_K if (value := scores.metrics[f"acc{k}"]) is not None}
         return metrics
 

@@ -150,6 +150,7 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path):
     ("more", "column"),
     [
         ({"caption": [[f"sample {row}", " ", f"other {row}"] for row in range(ROWS)]}, None),
+        ({"caption": [None, *([f"sample {row}", f"other {row}"] for row in range(1, ROWS))]}, None),
         ({"second": [f"other {row}" for row in range(ROWS)]}, "caption;second"),
     ],
 )
@@ -216,6 +217,20 @@ def test_shards_of_a_table_have_its_samples(write, tmp_path, capsys):
         assert caption == text and np.array_equal(image, other)
     with pytest.raises(UsageError, match="not empty"):
         shards.main([table, str(folder)])
+
+
+def test_texts_and_lists_in_one_column_and_urls(tmp_path):
+    lines = [
+        {"path": "https://example.org/0.png", "txt": "sample 0"},
+        {"path": "1.png", "txt": ["sample 1", "other 1"]},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "1.png").write_bytes(picture(1))
+    source = TableSource(str(tmp_path / "pairs.jsonl"), "path", "txt")
+    assert source.several_captions
+    assert [source.decode(source.read_one(1), decode_image, draw)[1] for draw in (0, 1)] == ["sample 1", "other 1"]
+    with pytest.raises(BadSampleError, match="URL"):
+        source.decode(source.read_one(0), decode_image)
 
 
 def test_shards_keep_all_captions_and_leave_out_bad_rows(tmp_path, capsys):

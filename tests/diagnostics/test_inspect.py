@@ -25,8 +25,10 @@ from openclip_ext.diagnostics.inspect import findings
 from openclip_ext.diagnostics.inspect.findings import DEFINITIONS, PAIRS, Found, Thresholds, find, log_normalizers
 from openclip_ext.evaluation.embed import main as write_reference
 from openclip_ext.evaluation.encoder import Embeddings, Encoder, tables
+from openclip_ext.export import __main__ as export
 from openclip_ext.files.writing import file_lock
 from openclip_ext.losses.registry import create_loss
+from tests.data.shards import write_csv
 from tests.references import contrastive as reference
 from tests.training.runs import NUM_SAMPLES, command, contents, run
 
@@ -253,6 +255,16 @@ def test_copies_are_a_list_of_their_own_and_the_least_certain_pairs_are_shown(sh
     assert "--leave-out excludes" in caplog.text
 
 
+def test_a_table_is_inspected_by_its_columns_with_a_model_that_has_weights(trained, tmp_path):
+    export.main([str(trained), "--output", str(tmp_path / "model")])
+    table = write_csv(tmp_path, rows=6, columns=("place", "words"))
+    columns = ["--csv-img-key", "place", "--csv-caption-key", "words"]
+    model = ["--model", f"local-dir:{tmp_path / 'model'}", "--output", str(tmp_path / "out")]
+    inspect.main([str(table), *columns, *model])
+    with open(tmp_path / "out" / "found.csv", newline="") as file:
+        assert {line["caption"] for line in csv.DictReader(file)} <= {f"sample {row}" for row in range(6)}
+
+
 def test_a_public_model_is_inspected_before_any_training(trained, shards, tmp_path):
     """The weights of a run, taken as a public model, find the same pairs as the run."""
     flags = ["--duplicate-image", "0.9", "--duplicate-caption", "0.9"]
@@ -356,6 +368,8 @@ def test_wrong_arguments_are_refused(trained, shards, tmp_path, capsys):
             inspect.main([str(trained), *words])
     with pytest.raises(UsageError, match="--pretrained"):
         inspect.main([shards])
+    with pytest.raises(UsageError, match="--csv"):
+        inspect.main([str(trained), "--csv-img-key", "path"])
     with pytest.raises(SystemExit):
         inspect.main([str(trained), "--leave-out", "dups"])
     assert "--leave-out: " in (error := capsys.readouterr().err) and "expected one or more of" in error

@@ -15,6 +15,7 @@ from openclip_ext.evaluation import datacomp
 from openclip_ext.evaluation.open_tasks import retrieval
 from openclip_ext.evaluation.report.__main__ import main as run_report
 from openclip_ext.evaluation.results import LOG_FILE, read_log
+from openclip_ext.training.validation import class_task, kept_task
 from tests.data.shards import write_csv, write_shards
 from tests.evaluation import datasets
 
@@ -106,6 +107,36 @@ def test_a_run_folder_or_its_checkpoint_is_the_model(photos, tiny_folder, tmp_pa
     page = (tmp_path / "report" / "report.md").read_text()
     assert f"| photos | acc1 | {100 * lines[0]['metrics']['acc1']:.2f} |" in page and "| val-data | mean_R@1 |" in page
     assert "DataComp average" not in page
+
+
+def test_columns_of_a_table_are_given_for_a_model_without_a_run(evaluate, tmp_path):
+    table = write_csv(tmp_path, rows=6, columns=("place", "words"))
+    assert evaluate("--val-data", table)[0] == 1
+    status, found = evaluate("--val-data", table, "--csv-img-key", "place", "--csv-caption-key", "words")
+    assert status == 0 and found["val-data"]["samples"] == 6
+
+
+@pytest.mark.parametrize("case", ["a table with other columns", "prompts beside the data", "--keep-tasks"])
+def test_a_run_reads_own_classes_as_in_its_training(case, photos, tiny_folder, tiny, tmp_path):
+    place, flags, template = photos, {}, "the digit {}"
+    if case == "a table with other columns":
+        place = tmp_path / "classes.csv"
+        rows = [f"{path},{path.parent.name.replace('_', ' ')}" for path in sorted(photos.rglob("*.png"))]
+        place.write_text("\n".join(["image,label", *rows]))
+        flags = {"csv_img_key": "place", "csv_caption_key": "words"}
+    elif case == "--keep-tasks":
+        flags, template = {"keep_tasks": f"other::{photos}"}, "a photo of a {}"
+    else:
+        (photos / "zeroshot_classification_templates.txt").write_text("{c}\n")
+        template = "{}"
+    flags = write_run(tmp_path / "run", tiny_folder, **flags)
+    assert datacomp.main([str(tmp_path / "run"), "--tasks", str(place), "--device", "cpu", "--workers", "0"]) == 0
+    (line,) = read_log(tmp_path / "run" / "datacomp" / "epoch_1")
+    assert line["metrics"]["acc1"] == accuracy(tiny, photos, template)
+    columns = {name.replace("img", "image"): value for name, value in flags.items() if name.startswith("csv")}
+    spec = DataSpec(str(place), caption_template=flags["caption_template"], **columns)
+    task = kept_task(str(place)).task if case == "--keep-tasks" else class_task(spec)
+    assert task.score(tiny.encoder(workers=0)).metrics == line["metrics"]
 
 
 @pytest.mark.parametrize("folder", ["{name}", "{number}", "{after}", "class {number}", "Digit_{name}"])
@@ -256,6 +287,21 @@ def test_gray_images_of_16_bits_are_scaled_as_in_training(evaluate, photos):
         (target := deep / path.relative_to(photos)).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.asarray(Image.open(path).convert("L")).astype(np.uint16) << 8).save(target)
     assert evaluate("--tasks", deep)[1]["photos"]["metrics"] == expected
+
+
+def test_gray_images_of_16_bits_are_scaled_in_datacomps_layout(evaluate, tmp_path):
+    """There, other images keep their mode, because DataComp's numbers depend on it."""
+    images = [image.convert("L") for image in datasets.digit_images(COUNT)[0]]
+    found = []
+    for name, files in (
+        ("8", images),
+        ("16", [Image.fromarray(np.asarray(image).astype(np.uint16) << 8) for image in images]),
+    ):
+        contents = [datasets.image_bytes(image) for image in files]
+        samples = [(f"s{row}", {"png": data, "txt": f"digit {row}".encode()}) for row, data in enumerate(contents)]
+        place = datasets.write_dataset(tmp_path / name, samples, dataset_type=("retrieval",))
+        found.append(evaluate("--tasks", place)[1][name]["metrics"])
+    assert found[0] == found[1]
 
 
 def test_a_label_that_is_missing_is_named(evaluate, photos, caplog):

@@ -157,7 +157,11 @@ def test_a_loss_of_another_run_in_output_dir_is_not_restored(uninterrupted, tmp_
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"gradient_accumulation_steps": 2}, "do not accumulate"), ({"remove_unused_columns": True}, "remove the index")],
+    [
+        ({"gradient_accumulation_steps": 2}, "do not accumulate"),
+        ({"remove_unused_columns": True}, "remove the index"),
+        ({"per_device_train_batch_size": SAMPLES - 1}, "dataloader_drop_last"),
+    ],
 )
 def test_what_would_train_wrongly_is_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):

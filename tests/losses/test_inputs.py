@@ -22,7 +22,7 @@ def _features(rows: int = 4, width: int = WIDTH, dtype: torch.dtype = torch.floa
         (None, _features(4), "image features: expected a floating-point tensor .*, found 'NoneType'"),
         (_features(4), _features(4).numpy(), "text features: expected a floating-point tensor .*, found 'ndarray'"),
         (_features(0), _features(0), "image and text features: found an empty batch"),
-        (_features(1), _features(1), "at least 2 samples, found 1"),
+        (_features(1), _features(1), "at least 2 samples, found 1.*drop_last"),
     ],
 )
 def test_wrong_features(images: Tensor, texts: Tensor, message: str) -> None:

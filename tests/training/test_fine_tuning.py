@@ -95,6 +95,32 @@ def test_the_chosen_model_is_the_exact_mix_and_loads_in_stock_openclip(whole, st
     stock_model(model, SMALL_MODEL)
 
 
+def test_the_mix_of_an_earlier_epoch_is_not_named(whole, flags, shards, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    longer = ["--resume", "latest", "--epochs", "3", "--no-before-after"]
+    assert run(small_command(shards, tmp_path, "run", "queueclip", *flags, *longer)) == 0
+    for folder, is_named in ((whole, True), (tmp_path / "run", False)):
+        export.main([str(folder), "--output", str(tmp_path / f"exported-{is_named}")])
+        assert ("interpolated.pt" in capsys.readouterr().out) == is_named
+
+
+def test_a_finished_run_chooses_again_for_another_share_to_keep(whole, flags, shards, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    command = small_command(shards, tmp_path, "run", "queueclip", *flags, "--resume", "latest")
+    before, chosen = scores_of(whole), {}
+    for share in ("0", "1"):
+        assert run([*command, "--keep-at-least", share]) == 0
+        found = scores_of(tmp_path / "run")
+        own, kept = (
+            {float(key): value["value"] for key, value in found["scores"][name].items()} for name in found["scores"]
+        )
+        assert found["scores"] == before["scores"]
+        assert found["chosen"] == choose(own, kept, float(share)).weight
+        model = torch.load(tmp_path / "run" / "checkpoints" / "interpolated.pt", weights_only=True)
+        chosen[share] = model["interpolate"]
+    assert chosen["0"] != chosen["1"]
+
+
 def test_evaluate_gives_the_curve_of_the_mixes_and_names_the_chosen_one(whole, shards, tmp_path, capsys, caplog):
     arguments = ["--val-data", shards, "--device", "cpu", "--output-dir", str(tmp_path)]
     assert datacomp.main([str(whole), *arguments, "--interpolate", "0,0.5,1"]) == 0
@@ -130,11 +156,15 @@ def test_the_mixes_name_a_broken_image_once(start, shards, tmp_path, caplog):
     (tmp_path / "3.png").write_bytes(b"broken")
     with open(tmp_path / "val.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows)
+    (tmp_path / "classes.csv").write_text((tmp_path / "val.csv").read_text().replace("title", "label"))
     val = ["--val-data", str(tmp_path / "val.csv"), "--val-frequency", "2", "--workers", "0"]
+    val += ["--val-classes", str(tmp_path / "classes.csv")]
     folder = runs.train(shards, tmp_path, "run", "openclip", "--pretrained", str(start), *val)
     assert all(len(scores) == len(ALPHAS) for scores in scores_of(folder)["scores"].values())
     # By the first score, the score of the last epoch, and the first mix.
-    assert sum("3.png" in message for message in caplog.messages) == 3
+    for of_classes in (False, True):
+        named = [message for message in caplog.messages if "3.png" in message]
+        assert sum(("--val-classes" in message) == of_classes for message in named) == 3
 
 
 def test_initial_weights_that_are_not_found_are_explained(start, whole, shards, tmp_path, caplog):

@@ -219,14 +219,19 @@ def build_other_source(spec: DataSpec) -> Source:
     return with_own_columns(replace(spec, hard_negative_key=None), build_source)
 
 
-def with_own_columns(spec: DataSpec, read: Callable[[DataSpec], T]) -> T:
-    """Return ``read(spec)``. If it fails for a table, return the result for detected columns, or raise the first error."""
-    detected = replace(
+def detecting_columns(spec: DataSpec) -> DataSpec:
+    """Return a specification with OpenCLIP's separator and columns, in place of which a table's own are detected."""
+    return replace(
         spec,
         csv_separator=DataSpec.csv_separator,
         csv_image_key=DataSpec.csv_image_key,
         csv_caption_key=DataSpec.csv_caption_key,
     )
+
+
+def with_own_columns(spec: DataSpec, read: Callable[[DataSpec], T]) -> T:
+    """Return ``read(spec)``. If it fails for a table, return the result for detected columns, or raise the first error."""
+    detected = detecting_columns(spec)
     try:
         return read(spec)
     except ValueError as error:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import unquote
 
 from openclip_ext.data.sources.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Source, limited
-from openclip_ext.data.storage import local_path, open_local
+from openclip_ext.data.storage import is_local, local_path, open_local
 
 
 class RowSource(Source):
@@ -55,7 +55,9 @@ class RowSource(Source):
         except BadSampleError as error:
             raise BadSampleError(f"{image}: {error}") from error
         except OSError as error:
-            raise BadSampleError(f"row {raw.index}: {image} cannot be read: {error.strerror or error}") from error
+            is_url = not is_local(image) and "is a URL, which is not read: make shards with img2dataset"
+            reason = is_url or f"cannot be read: {error.strerror or error}"
+            raise BadSampleError(f"row {raw.index}: {image} {reason}") from error
 
     def describe(self, raw: RawSample) -> tuple[str, str]:
         image, captions = self.row(raw.index)

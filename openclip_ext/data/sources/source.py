@@ -148,8 +148,7 @@ def decode_image(data: bytes | BinaryIO) -> Image.Image:
         if max(image.size) > MAX_ASPECT * min(image.size):
             raise ValueError(f"{image.width} x {image.height} pixels, expected an aspect ratio of at most {MAX_ASPECT}")
         image.load()
-        if image.mode == "F" or image.mode.startswith("I"):
-            image = Image.fromarray(_to_8_bits(np.asarray(image)))
+        image = in_8_bits(image)
         return image if image.mode == "RGB" else image.convert("RGB")
     # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, DecompressionBombError and others.
     except Exception as error:
@@ -201,6 +200,12 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "the format is unknown"  # Pillow's text has only the address of a buffer
     return f"{type(error).__name__}: {error}"
+
+
+def in_8_bits(image: Image.Image) -> Image.Image:
+    """Scale a gray image of more than 8 bits to 8 bits, and return others unchanged; raise ValueError for invalid values."""
+    is_gray = image.mode == "F" or image.mode.startswith("I")
+    return Image.fromarray(_to_8_bits(np.asarray(image))) if is_gray else image
 
 
 def _to_8_bits(values: np.ndarray) -> np.ndarray:

@@ -76,10 +76,12 @@ class TableSource(RowSource):
             table = table.cast_column(self._image, Image(decode=False))
         self._table = table
         captions = table.select_columns(self._texts)
-        self.several_captions = len(self._texts) > 1 or isinstance(captions[0][self._texts[0]], list)
+        self.several_captions = len(self._texts) > 1
         content = hashlib.blake2b(repr(self._classes).encode(), digest_size=8)
         for rows in captions.iter(batch_size=10_000):
             content.update(repr(list(rows.values())).encode(errors="surrogateescape"))
+            # The first rows may be empty, and JSON lines may contain texts and lists in one column.
+            self.several_captions |= any(isinstance(value, list) for value in rows[self._texts[0]])
         for image, size in _places_of_images(table, self._image):
             content.update(repr((_below(image, path), size)).encode(errors="surrogateescape"))
         super().__init__(path, len(table), content.hexdigest())

@@ -4,6 +4,7 @@ import argparse
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from openclip_ext.diagnostics.inspect.findings import (
     separate_copies,
 )
 from openclip_ext.diagnostics.inspect.outputs import Inspection
+from openclip_ext.evaluation.command_line import add_columns, given_columns
 from openclip_ext.evaluation.encoder import Embeddings
 from openclip_ext.files.writing import file_lock, output_path
 from openclip_ext.training.parser import add_flag
@@ -60,17 +62,20 @@ def main(argv: list[str]) -> None:
     if bool(args.leave_out) != (args.write_manifest is not None):
         raise UsageError("--leave-out and --write-manifest need each other: give both flags, or remove both")
     reading = {"device": args.device, "batch_size": args.batch_size, "workers": args.workers}
-    if args.pretrained is None:
+    columns: dict[str, Any] = {name.replace("img", "image"): value for name, value in given_columns(args).items()}
+    if args.pretrained is None and not (args.model or "").startswith(("local-dir:", "hf-hub:")):
         if not os.path.isdir(args.run):
             raise UsageError(
                 f"{args.run} is not the folder of a run. To inspect data with a public model, add --model NAME "
                 "--pretrained TAG --output FOLDER"
             )
+        if columns or args.manifest is not None or args.model is not None:
+            raise UsageError("--model, --manifest and --csv-* are for a public model: remove them, or add --pretrained")
         run = load_run(args.run, args.checkpoint, args.train_data, **reading)
     elif args.output is None:
-        raise UsageError("--pretrained needs a folder for the results: add --output FOLDER")
+        raise UsageError("a public model needs a folder for the results: add --output FOLDER")
     else:
-        spec = DataSpec(args.train_data or str(args.run), manifest=args.manifest)
+        spec = DataSpec(args.train_data or str(args.run), manifest=args.manifest, **columns)
         run = load_public(args.model, args.pretrained, spec, args.output, **reading)
     if run.loss.views > 1:
         raise UsageError(f"{run.loss_name} was trained on images without captions: expected a run with captions")
@@ -177,8 +182,11 @@ def _parser() -> argparse.ArgumentParser:
     add_run_arguments(parser)
     public = "pretrained tag or file of a model that was not trained on the data; RUN_FOLDER is then the data"
     parser.add_argument("--pretrained", help=public)
-    parser.add_argument("--model", help="OpenCLIP's name of the model of --pretrained")
+    parser.add_argument(
+        "--model", help="OpenCLIP's name of the model of --pretrained, or a model that has weights (hf-hub:NAME)"
+    )
     parser.add_argument("--manifest", help="manifest of the data of --pretrained; it may exclude samples")
+    add_columns(parser)
     folder = "folder for the results (default: RUN_FOLDER/inspect/CHECKPOINT)"
     parser.add_argument("--output", type=output_path, metavar="FOLDER", help=folder)
     names = (
