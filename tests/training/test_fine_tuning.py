@@ -339,9 +339,15 @@ def finetune(*argv: str) -> list[str]:
         ("--model ViT-B-16-SigLIP2", "siglip"),
         ("--model ViT-B-16-SigLIP2 --loss fastclip", "fastclip"),
         ("--model ViT-B-32 --siglip", "siglip"),
+        ("--model coca_ViT-B-32", "openclip"),
+        ("--model local-dir:captioner", "openclip"),
     ],
 )
-def test_the_configuration_has_the_loss_of_the_start(argv, loss):
+def test_the_configuration_has_the_loss_of_the_start(argv, loss, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "captioner").mkdir()
+    content = json.dumps({"model_cfg": {"multimodal_cfg": {}}})
+    (tmp_path / "captioner" / "open_clip_config.json").write_text(content)
     config = plan_of(*finetune(*argv.split()))
     assert config.loss.name == loss
     assert (config.loss.options.get("equal_captions") == "mask") == (loss == "queueclip")

@@ -27,13 +27,14 @@ class Configuration:
     loss: str
     loss_flags: Mapping[str, Any]  # of ``loss``
     siglip_loss: str  # for a model that was trained with a bias
+    coca_loss: str  # for a model that also generates captions
     by_pairs: tuple[Mapping[str, Any], ...]
     source: Mapping[str, str]  # where each value comes from
 
     def loss_argv(self, model: str) -> list[str]:
         """Return the loss for a value of ``--model``, and the loss's flags, as arguments."""
-        if _is_siglip(model):
-            return ["--loss", self.siglip_loss]
+        if kind := _own_kind(model):
+            return ["--loss", {"siglip": self.siglip_loss, "coca": self.coca_loss}[kind]]
         flags = (word for flag, value in self.loss_flags.items() for word in as_words(f"--{flag}", value))
         return ["--loss", self.loss, *flags]
 
@@ -83,10 +84,13 @@ def words(flags: Mapping[str, Any], names: Collection[str]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {flags[name]}" for name in names)
 
 
-def _is_siglip(model: str) -> bool:
-    """Return whether a model has SigLIP's bias: a folder by its configuration, other models by their name."""
+def _own_kind(model: str) -> str | None:
+    """Return ``siglip`` or ``coca`` for models that such a loss trains: a folder by its configuration, others by their name."""
     schema, _, folder = model.partition(":")
     file = Path(folder) / "open_clip_config.json"
     if schema == "local-dir" and file.is_file():
-        return json.loads(file.read_text(encoding="utf-8")).get("model_cfg", {}).get("init_logit_bias") is not None
-    return "siglip" in model.lower()
+        config = json.loads(file.read_text(encoding="utf-8")).get("model_cfg", {})
+        is_kind = {"siglip": config.get("init_logit_bias") is not None, "coca": "multimodal_cfg" in config}
+    else:
+        is_kind = {kind: kind in model.lower() for kind in ("siglip", "coca")}
+    return next((kind for kind, holds in is_kind.items() if holds), None)
