@@ -104,4 +104,4 @@ def _check_output(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -46,4 +46,4 @@ def batch_flag(gpus: int, training_flags: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

@@ -85,7 +85,7 @@ def words(flags: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def _own_kind(model: str) -> str | None:
-    """Return ``siglip`` or ``coca`` for models that such a loss trains: a folder by its configuration, others by their name."""
+    """Return ``siglip`` or ``coca`` if the model is of this kind: a folder by its configuration, others by their name."""
     schema, _, folder = model.partition(":")
     file = Path(folder) / "open_clip_config.json"
     if schema == "local-dir" and file.is_file():
