@@ -9,7 +9,7 @@ from typing import Any
 
 from openclip_ext.compare.trials import read_results
 from scripts.experiments import gains
-from scripts.experiments.tables import with_interval
+from scripts.experiments.tables import recall, with_interval
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +43,25 @@ def test_readmes_curve_is_that_of_the_published_rows(tmp_path):
     assert f"reaches {found[128].queueclip:.1f} at batch 128, and {found[256].queueclip:.1f} at 256" in readme
     gains.draw_curve([*found.values()], tuned, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_page_of_examples_has_the_scores_of_other_libraries():
+    icons = ROOT / "docs" / "benchmarks" / "icons"
+    runs: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for row in read_results(icons / "icons-other-losses.jsonl").values():
+        runs[row["family"], json.dumps(row["setting"])][row["seed"]] = recall(row["test"])
+    tuned = {"loss": "openclip", "temperature": 0.03}
+    base = {
+        row["seed"]: recall(row["test"])
+        for row in read_results(icons / "icons-default.jsonl").values()
+        if row["setting"] == tuned and (row["batch_size"], row["epochs"], row["model"]) == (64, 30, "demo-resnet")
+    }
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    published = [of for of in runs.values() if len(of) > 1]  # the better of two settings
+    assert len(published) == 9 and len(base) == 3
+    for of in published:
+        gain = with_interval([score - base[seed] for seed, score in of.items()])
+        assert f"| {fmean(of.values()):.1f} | {gain} |" in page
 
 
 def test_the_page_has_the_accuracies_on_class_folders():
