@@ -115,7 +115,7 @@ def test_output_and_exit_status_are_the_commands(tmp_path):
     ("argv", "said"),
     [
         (["report", "run", "--output", os.fsdecode(b"\xff")], "udcff' is not UTF-8.*: rename"),
-        (["plan", "--samples=9", "--loss="], "--loss=: the value is empty: remove the flag, or set the shell's"),
+        (["plan", "--samples=9", "--loss="], "--loss=: the value is empty: remove the flag"),
         (["plan", "--samples=inf"], "--samples: inf: expected a positive whole number"),
         (["plan", "--samples=ten"], "--samples: ten: expected a positive whole number"),
         (["inspect", "run", "--workers=-1"], "--workers: -1: expected a positive whole number"),

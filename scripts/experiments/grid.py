@@ -365,7 +365,8 @@ def run_all(
         digest += f", from {hashlib.sha256(weights.read_bytes()).hexdigest()[:12]}"
     if reference is not None:
         loaded = replace(loaded, reference=EmbeddingStore.open(reference, loaded.num_samples))
-    ProcessPool(workers).work_off(pending_tasks, keep)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ProcessPool(workers, device).work_off(pending_tasks, keep)
     return [row["failed"] for row in results.failed.values()]
 
 

@@ -268,7 +268,7 @@ def test_own_tasks_and_datacomps_share_a_folder_and_a_run(evaluate, photos, tmp_
         (["--tasks", "./missing"], "not found"),
         (["--tasks", "photoz"], "path of your own data"),
         (["--tasks", "mnist"], "--data-dir"),
-        ([], "--tasks PATH|own data in --tasks"),
+        ([], "--data-dir"),
         (["--tasks", "{photos}", "--template", "a photo"], "--template"),
         (["--val-data", "{photos}", "--template", "a photo of a {{}}"], "--template"),
         (["--tasks", "{photos}/zero"], "no folder"),

@@ -104,4 +104,4 @@ def _check_output(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    sys.exit(main())
