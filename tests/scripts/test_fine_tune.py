@@ -84,6 +84,7 @@ def test_a_change_of_the_recipe_runs_at_one_rate_with_all_seeds():
         ("fine-tune-small-temperature", fine_tune.COMPARISONS["temperatures"]),
         ("fine-tune-siglip", fine_tune.COMPARISONS["siglip"]),
         ("fine-tune-clip-arts", fine_tune.COMPARISONS["losses"]),
+        ("fine-tune-queueclip-start", fine_tune.COMPARISONS["losses"]),
     ],
 )
 def test_the_page_has_the_table_of_the_published_rows(tmp_path: Path, name: str, methods: fine_tune.Methods):
