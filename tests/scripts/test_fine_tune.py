@@ -85,6 +85,7 @@ def test_a_change_of_the_recipe_runs_at_one_rate_with_all_seeds():
         ("fine-tune-siglip", fine_tune.COMPARISONS["siglip"]),
         ("fine-tune-clip-arts", fine_tune.COMPARISONS["losses"]),
         ("fine-tune-queueclip-start", fine_tune.COMPARISONS["losses"]),
+        ("fine-tune-recipe", fine_tune.COMPARISONS["recipe"]),
     ],
 )
 def test_the_page_has_the_table_of_the_published_rows(tmp_path: Path, name: str, methods: fine_tune.Methods):
@@ -94,6 +95,6 @@ def test_the_page_has_the_table_of_the_published_rows(tmp_path: Path, name: str,
     page = (root / "docs" / "fine-tuning.md").read_text(encoding="utf-8").replace("**", "").replace("`", "")
     for line in fine_tune.table(about, rows, methods).splitlines()[2:]:
         name, _, _, _, *scores = (cell.strip() for cell in line.strip("|").split("|"))
-        assert f"| {name} | {' | '.join(scores)} |" in page
+        assert f"| {name.replace('`', '')} | {' | '.join(scores)} |" in page
     fine_tune.draw(about, rows, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
