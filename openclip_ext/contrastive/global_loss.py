@@ -100,7 +100,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             raise OptionError(
                 "equal_captions",
                 "equal_captions=positive: the normalizer of this loss contains only one positive pair per anchor. Use "
-                "equal_captions=mask, or another loss; with openclip, also remove normalizer= and temperature_scheme=",
+                "equal_captions=mask, or a loss without a normalizer",
             )
         self.equal_captions = equal_captions
         self.needs_positives = equal_captions != NEGATIVE
