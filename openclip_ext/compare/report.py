@@ -14,7 +14,7 @@ from openclip_ext.compare.space import BASELINE, setting_words
 from openclip_ext.compare.trial import RETRIEVAL, ZERO_SHOT, unpack
 from openclip_ext.compare.trials import Results, Run, Trials, score
 from openclip_ext.evaluation.ranks import chance
-from openclip_ext.evaluation.statistics import Difference, linked_groups, paired_difference
+from openclip_ext.evaluation.statistics import Difference, format_bound, linked_groups, paired_difference
 from openclip_ext.pages.charts import Chart, Curve, color, line_chart
 from openclip_ext.pages.rendering import markdown_table, render_lines, render_page, with_minus
 
@@ -285,7 +285,8 @@ def conclude(
 
 def points(difference: Difference) -> str:
     """Format a difference and its interval in percentage points, such as ``+4.1 (3.2 to 5.0)``."""
-    return f"{_signed(difference.mean)} ({_plain(difference.low)} to {_plain(difference.high)})"
+    low, high = (with_minus(format_bound(100 * bound)) for bound in (difference.low, difference.high))
+    return f"{_signed(difference.mean)} ({low} to {high})"
 
 
 def _plain(value: float, form: str = ".1f") -> str:

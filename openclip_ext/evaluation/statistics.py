@@ -31,6 +31,12 @@ def seeds_interval(differences: Sequence[float]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
+def format_bound(value: float) -> str:
+    """Format a bound of an interval with one decimal, or two if 0.0 would hide on which side of 0 the bound is."""
+    text = f"{value:.1f}"
+    return text if float(text) else f"{value:.2f}"
+
+
 def paired_difference(first: Tensor, second: Tensor, groups: Sequence[int]) -> Difference | None:
     """Compute the difference between two losses' scores ``(S, N)`` for the same ``S`` seeds and ``N`` samples.
 

@@ -345,7 +345,7 @@ def table(about: Mapping[str, Any], results: Results, methods: Methods = ALL) ->
             line.append(f"{statistics.fmean(values[place] for values in found.values()):.1f}")
             paired = [values[place] - base[seed][place] for seed, values in found.items() if seed in base]
             if paired and found is not base:
-                line[-1] += f", {with_interval(paired)}"
+                line[-1] += f", {with_interval(paired, bold=True)}"
         cells.append(line)
     return markdown_table(cells)
 

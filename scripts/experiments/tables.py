@@ -15,7 +15,7 @@ from typing import Any
 
 from openclip_ext.cli import command_line
 from openclip_ext.compare.trials import Results, read_results
-from openclip_ext.evaluation.statistics import seeds_interval
+from openclip_ext.evaluation.statistics import format_bound, seeds_interval
 from openclip_ext.pages.rendering import markdown_table
 from scripts.experiments.grid import Contest, contests, data_digest
 
@@ -65,11 +65,17 @@ def _best_runs(contest: Contest, results: Results, baseline: str) -> str:
     return markdown_table(table)
 
 
-def with_interval(differences: Sequence[float]) -> str:
-    """Format the mean of paired differences. For two or more differences, add the 95 % interval (Student's t)."""
+def with_interval(differences: Sequence[float], bold: bool = False) -> str:
+    """Format the mean of paired differences. For two or more differences, add the 95 % interval (Student's t).
+
+    With ``bold``, the text is bold if the interval excludes 0.
+    """
     text = f"{statistics.fmean(differences):+.1f}"
     if len(differences) > 1:
-        text += " ({:.1f} to {:.1f})".format(*seeds_interval(differences))
+        low, high = seeds_interval(differences)
+        text += f" ({format_bound(low)} to {format_bound(high)})"
+        if bold and (low > 0 or high < 0):
+            text = f"**{text}**"
     return text.replace("-", "−")
 
 
