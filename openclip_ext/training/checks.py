@@ -263,13 +263,6 @@ def _check_evaluation(config: EvaluationConfig) -> None:
 
 def _check_other_data(flag: str, spec: DataSpec) -> None:
     """Raise UsageError if files of validation data or of ``--keep-data`` are missing, or if a table cannot be used."""
-    try:
-        files = _local_files(spec)
-    except ValueError as error:  # the kind of the data is unknown
-        raise UsageError(f"{flag}: {error}") from error
-    missing = [file for file in files if not os.path.isfile(file)]
-    if missing:
-        raise UsageError(f"{flag}: {len(missing)} of {len(files)} files not found, the first is {missing[0]}")
     if flag == "--val-classes":
         from openclip_ext.training.validation import class_task
 
@@ -277,8 +270,15 @@ def _check_other_data(flag: str, spec: DataSpec) -> None:
             class_task(spec).read()
         except ValueError as error:
             raise UsageError(f"{flag}: {error}") from error
-    else:
-        _check_table(flag, spec)
+        return
+    try:
+        files = _local_files(spec)
+    except ValueError as error:  # the kind of the data is unknown
+        raise UsageError(f"{flag}: {error}") from error
+    missing = [file for file in files if not os.path.isfile(file)]
+    if missing:
+        raise UsageError(f"{flag}: {len(missing)} of {len(files)} files not found, the first is {missing[0]}")
+    _check_table(flag, spec)
 
 
 def _check_table(flag: str, spec: DataSpec) -> None:

@@ -297,6 +297,7 @@ BEFORE_THE_MODEL = [
     ("openclip", "--keep-data few.jsonl", "--keep-data & 200"),
     ("openclip", "--keep-data unusable.jsonl", "--keep-data & none of the first"),
     ("openclip", "--val-classes nothing.csv", "--val-classes & nothing.csv"),
+    ("openclip", "--val-classes nothing", "--val-classes & nothing & images per class"),
     ("openclip", "--keep-tasks nothing", "--keep-tasks & nothing"),
     ("openclip", "--keep-tasks a/val::b/val", "--keep-tasks & a/val & b/val"),
     ("openclip", "--keep-share 0.5", "--keep-share & --keep-data"),
