@@ -113,7 +113,8 @@ def _last_validation(runs: Sequence[EvaluatedRun], until: float = math.inf) -> T
 def _last_by_seed(run: EvaluatedRun, metric: str, until: float) -> tuple[int | None, dict[Any, float]]:
     """Return an epoch and each repeat's value of a metric at its end, by seed (by number if seeds are unknown or repeated).
 
-    The epoch is the last one, up to ``until``, that all repeats have. If there is no such epoch, the result is None and an empty dictionary.
+    The epoch is the last one, up to ``until``, that all repeats have. If there is no such epoch, the result is None and an
+    empty dictionary.
     """
     by_epoch = [{one.epoch: one.values[metric] for one in log.validations if metric in one.values} for log in run.logs]
     common = [epoch for epoch in by_epoch[0] if epoch <= until and all(epoch in values for values in by_epoch)]
