@@ -115,6 +115,8 @@ def test_csv_rows_that_a_quote_hides_are_refused(tmp_path: Path):
         ("Image;Caption", {}, ("Image", "Caption")),
         ("file_name|id|text", {}, ("file_name", "text")),
         ("path,a,b", {"csv_caption_key": "b"}, ("path", "b")),
+        ("Foto;Beschreibung", {}, ("Foto", "Beschreibung")),
+        ("path,label", {}, "--csv-caption-key label"),
         ("Foto,id,title", {}, ("Foto", "title")),  # the cells are names of image files
         ("a,b", {"csv_separator": ",", "csv_image_key": "a", "csv_caption_key": "b"}, ("a", "b")),
         ("path,caption,text", {}, "--csv-separator , --csv-img-key path --csv-caption-key caption"),
