@@ -140,8 +140,9 @@ def doubtful_settings(plan: RunPlan) -> Iterator[str]:
         if is_random:
             yield f"{flag} freezes random weights here: add --pretrained"
     evaluation = plan.evaluation
-    for flag, spec in (("--val-data", evaluation.val_data), ("--val-classes", evaluation.class_data)):
-        if spec is not None and plan.data is not None and spec.source == plan.data.source:
+    other_data = {"--val-data": evaluation.val_data, "--val-classes": evaluation.class_data, "--keep-data": plan.keep}
+    for flag, spec in other_data.items():
+        if spec is not None and plan.data is not None and spec.source and spec.source == plan.data.source:
             yield f"{flag} is the training data: its scores do not show what other data would have. Give held-out data"
     for flag, data, every in (
         ("--val-data", evaluation.val_data, "--val-frequency"),

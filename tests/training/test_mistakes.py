@@ -165,6 +165,7 @@ DOUBTFUL = [
     ("--zeroshot-frequency 0 --imagenet-v2 tests", "--zeroshot-frequency is 0"),
     ("--precision pure_bf16 --lr 1e-6", "amp_bf16"),
     ("--val-data x.tar", "--val-data is the training data"),
+    ("--keep-data x.tar", "--keep-data is the training data"),
     ("--precision bf16 --lr 1e-4", "amp_bf16"),
     ("--precision pure_bf16 --lr 5e-4", ""),
     ("--precision pure_bf16 --lr 1e-6 --lr-text 1e-3", ""),

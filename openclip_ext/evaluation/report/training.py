@@ -117,7 +117,8 @@ def _last_by_seed(run: EvaluatedRun, metric: str, until: float) -> tuple[int | N
     empty dictionary.
     """
     by_epoch = [{one.epoch: one.values[metric] for one in log.validations if metric in one.values} for log in run.logs]
-    common = [epoch for epoch in by_epoch[0] if epoch <= until and all(epoch in values for values in by_epoch)]
+    reached = [epoch for epoch in by_epoch[0] if (math.inf if epoch is None else epoch) <= until]
+    common = [epoch for epoch in reached if all(epoch in values for values in by_epoch)]
     if not common:
         return None, {}
     found: dict[Any, float] = {}
