@@ -1,6 +1,7 @@
 """Rows of a table, each with an image (a file or its content) and its captions. The index of a sample is its row number."""
 
 import functools
+import logging
 import os
 import re
 from abc import abstractmethod
@@ -71,9 +72,14 @@ class RowSource(Source):
         return self.path, 0, self.num_samples
 
 
-@functools.cache  # validation data are opened at each evaluation
 def log_columns(path: str, image_column: str, caption_column: str) -> None:
     """Log the detected columns of a table, once."""
+    if logger.isEnabledFor(logging.INFO):  # a run checks its tables before it has a log
+        _log_columns(path, image_column, caption_column)
+
+
+@functools.cache  # validation data are opened at each evaluation
+def _log_columns(path: str, image_column: str, caption_column: str) -> None:
     logger.info(f"{path}: images in the column {image_column!r}, captions in {caption_column!r}.")
 
 
