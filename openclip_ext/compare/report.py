@@ -129,6 +129,10 @@ def make_report(
     planned = {run.id for runs in trials.planned for run in runs.values() if run.family in losses}
     failures = [row["failed"].strip() for row in trials.failed.values()]
     sentence, recommended = conclude(found, about.batch, to_best, len(failures))
+    if any(result.loss == recommended and result.scores["R@1"] <= about.before for result in found):
+        sentence += (
+            f" But training did not help: R@1 was {_plain(about.before)} before. Train longer, or with other rates."
+        )
     runs = {}
     for rung, loss in itertools.product(rungs, losses):
         for setting in trials.settings(rung, loss):

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from openclip_ext.evaluation.command_line import (
 )
 from openclip_ext.evaluation.encoder import Encoder
 from openclip_ext.evaluation.mixes import chosen_mix, mixes, shares
-from openclip_ext.evaluation.models import OpenedModel, flags_of_run, options_of_run
+from openclip_ext.evaluation.models import OpenedModel, data_flags, flags_of_ref, options_of_run
 from openclip_ext.evaluation.open_tasks import FORMATS, datacomp_task, own_task, retrieval
 from openclip_ext.evaluation.results import (
     ResultLog,
@@ -44,7 +44,7 @@ from openclip_ext.evaluation.results import (
     summary,
     summary_text,
 )
-from openclip_ext.evaluation.run_folder import label_of, read_config
+from openclip_ext.evaluation.run_folder import label_of
 from openclip_ext.evaluation.samples import TEMPLATES_FILE, DataError, fingerprint
 from openclip_ext.evaluation.scoring import Classification, Task
 from openclip_ext.evaluation.tasks import SUITES, TASKS, select_tasks
@@ -181,8 +181,12 @@ def find_tasks(args: argparse.Namespace) -> dict[str, Task]:
     names = [name for entry in args.tasks or () for name in ([entry] if os.path.exists(entry) else entry.split(","))]
     known = {name for entry in TASKS.values() for name in (entry.key, entry.name, entry.folder)} | SUITES.keys()
     paths = [name for name in names if name not in known and _is_path(name)]
-    flags = {**_run_flags(args), **given_columns(args)}
-    pairs = _pairs(flags)
+    flags = {**flags_of_ref(args.run or args.checkpoint), **given_columns(args)}
+    fields = {name.replace("img", "image"): value for name, value in data_flags(flags).items()}
+
+    def pairs(place: str) -> DataSpec:
+        return DataSpec(place, **fields)
+
     # As during training, --keep-tasks do not have the prompt and the columns of the run's own data.
     kept = [Path(place) for place in (flags.get("keep_tasks") or "").split("::")]
     own = [
@@ -237,21 +241,6 @@ def _is_missing(key: str, task: Task) -> bool:
 def _is_path(name: str) -> bool:
     is_of_files = name.endswith((".csv", ".tsv", ".parquet", ".jsonl", ".tar"))
     return os.path.exists(name) or is_of_files or "://" in name or name.startswith((".", "/"))
-
-
-def _run_flags(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the flags of the model's run, by name; empty if it has none."""
-    folder = Path(args.run or "")
-    is_run = args.run is not None and (folder / "checkpoints").is_dir()
-    return read_config(folder)["flags"] if is_run else flags_of_run(args.run or args.checkpoint)
-
-
-def _pairs(flags: Mapping[str, Any]) -> Callable[[str], DataSpec]:
-    """Return a function that reads a place as training would: with the keys and columns in the flags of the model's run."""
-    tables = ("csv_separator", "csv_img_key", "csv_caption_key", "caption_template")
-    names = ("image_key", "caption_key", *tables, "max_image_pixels")
-    fields = {name.replace("img", "image"): flags[name] for name in names if flags.get(name) is not None}
-    return lambda place: DataSpec(place, **fields)
 
 
 def _begin(log: ResultLog, tasks: Mapping[str, Task], args: argparse.Namespace) -> list[str]:

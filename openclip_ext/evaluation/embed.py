@@ -25,7 +25,7 @@ from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.evaluation import command_line as shared
 from openclip_ext.evaluation.embedding_folder import KEY_COLUMNS, Done, EmbeddingFolder
 from openclip_ext.evaluation.encoder import Encoder
-from openclip_ext.evaluation.models import open_model
+from openclip_ext.evaluation.models import data_flags, flags_of_ref, open_model
 from openclip_ext.evaluation.results import config_digest
 from openclip_ext.files.writing import output_path
 
@@ -223,7 +223,11 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     group.set_defaults(dataset_resampled=False, single_source_batches=False, **dict.fromkeys(unused))
     shared.add_model_options(parser)
     args = parser.parse_args(argv)
-    if args.model is None and args.checkpoint is None and args.train_data[1:]:
+    takes_run = args.model is None and args.checkpoint is None and len(args.train_data) > 1
+    # The columns and keys of the model's run are the defaults.
+    parser.set_defaults(**data_flags(flags_of_ref(args.train_data[-1] if takes_run else args.checkpoint)))
+    args = parser.parse_args(argv)
+    if takes_run:
         *args.train_data, args.checkpoint = args.train_data
     if args.model is None and args.checkpoint is None:
         parser.error("no model given: add LOGS/NAME of a run, or --model and --pretrained")

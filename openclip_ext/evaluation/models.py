@@ -5,7 +5,7 @@ import copy
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ logger = get_logger(__name__)
 MODEL_OPTIONS = (
     "force_quick_gelu", "force_custom_text", "force_image_size", "force_context_length",
     *(f"image_{name}" for name in compat.PREPROCESSING),
+)  # fmt: skip
+_DATA_FLAGS = (
+    "image_key", "caption_key", "csv_separator", "csv_img_key", "csv_caption_key", "caption_template", "max_image_pixels",
 )  # fmt: skip
 TRANSFORMERS = "transformers:"  # prefix of a folder or a name on the hub of Hugging Face's ``transformers``
 _WITH_WEIGHTS = ("hf-hub:", "local-dir:", TRANSFORMERS)  # prefixes of names that include weights
@@ -228,6 +231,17 @@ def config_of_run(source: str | Path | None) -> dict[str, Any]:
 def flags_of_run(source: str | Path | None) -> dict[str, Any]:
     """Return the flags of the run that wrote a checkpoint; empty if the file is not in a run folder."""
     return config_of_run(source).get("flags", {})
+
+
+def flags_of_ref(ref: str | Path | None) -> dict[str, Any]:
+    """Return the flags of a run folder, or of the run that wrote a checkpoint; empty if there is no run."""
+    folder = Path(ref or "")
+    return read_config(folder)["flags"] if (folder / "checkpoints").is_dir() else flags_of_run(ref)
+
+
+def data_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a run's flags by which an evaluation reads data as training would."""
+    return {name: flags[name] for name in _DATA_FLAGS if flags.get(name) is not None}
 
 
 def model_of_run(checkpoint: str | Path | None) -> str | None:

@@ -16,6 +16,7 @@ from timm.data import ImageNetInfo
 
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.data.loader.build import build_source, data_files, detecting_columns, stamped, with_own_columns
+from openclip_ext.data.sources.keys import LABEL_COLUMNS
 from openclip_ext.data.sources.rows import RowSource
 from openclip_ext.data.sources.source import Source
 from openclip_ext.data.sources.spec import DataSpec, is_saved
@@ -43,7 +44,6 @@ from openclip_ext.evaluation.tasks import Entry, select_tasks
 logger = get_logger(__name__)
 
 DEFAULT_TEMPLATE = "a photo of a {c}"
-LABEL_COLUMNS = ("label", "labels", "class", "class_name", "category")
 FORMATS = (
     "expected a folder with one folder of images per class, a folder in DataComp's layout, a table with a column of labels "
     f"({', '.join(LABEL_COLUMNS)}), or image-caption pairs in a format of --train-data"

@@ -140,8 +140,9 @@ def doubtful_settings(plan: RunPlan) -> Iterator[str]:
         if is_random:
             yield f"{flag} freezes random weights here: add --pretrained"
     evaluation = plan.evaluation
-    for flag, spec in (("--val-data", evaluation.val_data), ("--val-classes", evaluation.class_data)):
-        if spec is not None and plan.data is not None and spec.source == plan.data.source:
+    other_data = {"--val-data": evaluation.val_data, "--val-classes": evaluation.class_data, "--keep-data": plan.keep}
+    for flag, spec in other_data.items():
+        if spec is not None and plan.data is not None and spec.source and spec.source == plan.data.source:
             yield f"{flag} is the training data: its scores do not show what other data would have. Give held-out data"
     for flag, data, every in (
         ("--val-data", evaluation.val_data, "--val-frequency"),
@@ -263,13 +264,6 @@ def _check_evaluation(config: EvaluationConfig) -> None:
 
 def _check_other_data(flag: str, spec: DataSpec) -> None:
     """Raise UsageError if files of validation data or of ``--keep-data`` are missing, or if a table cannot be used."""
-    try:
-        files = _local_files(spec)
-    except ValueError as error:  # the kind of the data is unknown
-        raise UsageError(f"{flag}: {error}") from error
-    missing = [file for file in files if not os.path.isfile(file)]
-    if missing:
-        raise UsageError(f"{flag}: {len(missing)} of {len(files)} files not found, the first is {missing[0]}")
     if flag == "--val-classes":
         from openclip_ext.training.validation import class_task
 
@@ -277,8 +271,15 @@ def _check_other_data(flag: str, spec: DataSpec) -> None:
             class_task(spec).read()
         except ValueError as error:
             raise UsageError(f"{flag}: {error}") from error
-    else:
-        _check_table(flag, spec)
+        return
+    try:
+        files = _local_files(spec)
+    except ValueError as error:  # the kind of the data is unknown
+        raise UsageError(f"{flag}: {error}") from error
+    missing = [file for file in files if not os.path.isfile(file)]
+    if missing:
+        raise UsageError(f"{flag}: {len(missing)} of {len(files)} files not found, the first is {missing[0]}")
+    _check_table(flag, spec)
 
 
 def _check_table(flag: str, spec: DataSpec) -> None:

@@ -59,8 +59,11 @@ def create_optimizer(
         groups = _split_by_rate(groups, config.lr, lr_scales(model, towers), model)
     if logit_scale_lr is not None:
         groups[-1]["lr"] = logit_scale_lr
+    is_muon = "muon" in name
+    if is_muon:
+        groups = _with_fallback(groups, modules)
     # If no special groups are necessary, timm receives the model and builds the groups, as in OpenCLIP.
-    own_groups = logit_scale_lr is not None or head is not None or bool(towers or config.decay_excluded)
+    own_groups = is_muon or logit_scale_lr is not None or head is not None or bool(towers or config.decay_excluded)
     more = further_arguments(config)
     try:
         if name == "adamw":
@@ -181,6 +184,22 @@ def _split_by_rate(
         for parameter in group["params"]:
             by_scale.setdefault(scale_of.get(id(parameter), 1.0), []).append(parameter)
         split += [{**group, "params": found, "lr": lr * scale, SCALE: scale} for scale, found in by_scale.items()]
+    return split
+
+
+def _with_fallback(groups: Sequence[dict[str, Any]], modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Split the groups for Muon: parameters outside of layers, such as embeddings and projections, get its fallback, AdamW.
+
+    timm chooses by shape only, so it would also give embeddings to Muon.
+    """
+    named = (parameter for module in modules for parameter in module.named_parameters())
+    in_layers = {id(parameter) for name, parameter in named if _LAYER.search(name)}
+    split = []
+    for group in groups:
+        for is_fallback in (False, True):
+            found = [parameter for parameter in group["params"] if (id(parameter) not in in_layers) == is_fallback]
+            if found:
+                split.append({**group, "params": found, "use_fallback": is_fallback})
     return split
 
 

@@ -257,7 +257,8 @@ def kept_task(path: str) -> OwnTask:
 
 def class_task(spec: DataSpec) -> "Classification":
     """Return the task of ``--val-classes``; raise ValueError if the data are no images with classes."""
-    from openclip_ext.evaluation.open_tasks import LABEL_COLUMNS, own_task
+    from openclip_ext.data.sources.keys import LABEL_COLUMNS
+    from openclip_ext.evaluation.open_tasks import own_task
     from openclip_ext.evaluation.scoring import Classification
 
     task = own_task(str(spec.source), pairs=spec, labels_first=True)

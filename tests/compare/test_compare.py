@@ -215,6 +215,8 @@ def test_the_report_shows_the_numbers_of_its_runs(tmp_path):
     assert (found.unfinished, found.failures) == (1, ("a run failed: no memory",))
     assert found.left_behind == ("amorlip",) and found.recommended == "openclip" and "openclip 0" in markdown(found)
     assert "openclip, 0.001, is the smallest one tried" in markdown(found) and "--lr 0.0005" in found.rate_advice
+    better_before = make_report(replace(about, before=0.5), trials, losses, *samples, lambda row: "")
+    assert "50.0 before" in better_before.sentence and "before" not in found.sentence
     hits = [torch.tensor([[1.0] * n + [0.5] * 2 + [0.0] * (8 - n) for n in of_seeds]) for of_seeds in ((4, 6), (3, 4))]
     assert found.results[0].difference == paired_difference(*hits, range(10))
     shown = {title: [" | ".join(row) for row in rows[1:]] for title, rows in tables(found).items()}

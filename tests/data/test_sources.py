@@ -115,12 +115,16 @@ def test_csv_rows_that_a_quote_hides_are_refused(tmp_path: Path):
         ("Image;Caption", {}, ("Image", "Caption")),
         ("file_name|id|text", {}, ("file_name", "text")),
         ("path,a,b", {"csv_caption_key": "b"}, ("path", "b")),
+        ("Foto;Beschreibung", {}, ("Foto", "Beschreibung")),
+        ("path,label", {}, "--csv-caption-key label"),
+        ("Foto,id,title", {}, ("Foto", "title")),  # the cells are names of image files
         ("a,b", {"csv_separator": ",", "csv_image_key": "a", "csv_caption_key": "b"}, ("a", "b")),
         ("path,caption,text", {}, "--csv-separator , --csv-img-key path --csv-caption-key caption"),
         ("path,image,text", {"csv_separator": ","}, "add --csv-img-key path --csv-caption-key text"),
+        ("path,a,b", {}, "--csv-separator , --csv-img-key path --csv-caption-key a"),
         ("path,text", {"csv_caption_key": "nosuch"}, "no column 'nosuch'"),
         ("a;b;text", {}, "--csv-separator ';' --csv-img-key COLUMN --csv-caption-key text"),
-        ("path,title", {"csv_caption_key": "text"}, "--csv-caption-key COLUMN"),
+        ("path,title", {"csv_caption_key": "text"}, "--csv-caption-key title"),
         ("path,title", {"csv_separator": ";"}, "--csv-img-key COLUMN"),
     ],
 )

@@ -205,6 +205,12 @@ def test_unclear_columns_are_refused(more, arguments, message, tmp_path):
         TableSource(str(tmp_path / "pairs.parquet"), **arguments)
 
 
+def test_the_only_column_of_texts_has_the_captions(tmp_path):
+    table = datasets.Dataset.from_dict(columns(label=["a"] * ROWS)).rename_column("caption", "Beschreibung")
+    table.to_parquet(tmp_path / "pairs.parquet")
+    assert TableSource(str(tmp_path / "pairs.parquet")).row(3)[1] == ["sample 3"]
+
+
 @pytest.mark.parametrize("write", [write_parquet, save_data_set, write_json_lines, write_class_folders])
 def test_shards_of_a_table_have_its_samples(write, tmp_path, capsys):
     table, folder = write(tmp_path), tmp_path / "shards"

@@ -220,12 +220,15 @@ def test_search_refuses_other_weights_and_works_without_the_data(whole, tiny_fol
     assert len(found) == 25 - len(BAD) and "data:image" not in page and "--train-data" in page
 
 
-def test_a_run_folder_is_the_model(command, tiny_folder, tmp_path):
+def test_a_run_folder_has_the_model_and_the_columns(command, tiny_folder, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     shutil.copy(tiny_folder / "epoch_1.pt", tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "config.json").write_text(
-        json.dumps({"resolved": {"flags": {"model": TINY_MODEL}, "loss": {}}})
+        json.dumps({"resolved": {"flags": {"model": TINY_MODEL, "csv_caption_key": "Größe"}, "loss": {}}})
     )
-    shards, _, _, _, _, *others = command(tmp_path / "out")
-    embed.main([shards, str(tmp_path / "run"), *others])
+    table = write_csv(tmp_path, rows=4, columns=("filepath", "Größe"))
+    _, _, _, _, _, *others = command(tmp_path / "out")
+    embed.main([str(table), str(tmp_path / "run"), *others])
     assert EmbeddingStore.open(tmp_path / "out").about["pretrained"].endswith("epoch_1.pt")
+    with (tmp_path / "out" / "keys.csv").open(encoding="utf-8") as file:
+        assert [line["caption"] for line in csv.DictReader(file)] == [f"sample {row}" for row in range(4)]

@@ -176,6 +176,15 @@ def test_two_ordinary_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest
     assert "| image_to_text_R@1, % | 30 | 40, +10 |" in capsys.readouterr().out
     assert not (tmp_path / "report" / "report.csv").exists()
 
+    # The second run has a score before training, and what it keeps is a share of an own task.
+    before = {"step": 0, "epoch": 0, "evaluation": {"image_to_text_R@1": 0.25, "kept_photos": 0.5}}
+    log = Path(second, "metrics.jsonl")
+    log.write_text(f"{json.dumps(before)}\n{log.read_text()}")
+    tables, _ = report(tmp_path, first, second)
+    start = ["image_to_text_R@1, %", "-", "25"], ["kept_photos, %", "-", "50"]
+    assert tables[2] == [["before training", "openclip", "queueclip"], *start]
+    assert tables[3][1] == ["image_to_text_R@1, %", "30", "40, +10"]
+
 
 def test_an_unfinished_run_is_marked(tmp_path: Path) -> None:
     for name, epochs in (("whole", 3), ("shortened", 3), ("interrupted", 1)):

@@ -272,6 +272,20 @@ def test_further_arguments_reach_the_optimizer():
     assert {group["lookahead_k"] for group in lookahead.param_groups} == {3}
 
 
+@pytest.mark.parametrize("logit_scale_lr", [None, 1e-4])
+def test_muon_trains_only_matrices_of_layers(logit_scale_lr: float | None):
+    pytest.importorskip("timm.optim.muon")
+    model = _demo()
+    optimizer = create_optimizer(model, OptimizerConfig("timm/muon", lr=1e-3), logit_scale_lr)
+    model.encode_text(torch.ones(1, 20, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    by_muon = {id(parameter) for parameter, state in optimizer.state.items() if state["use_muon"]}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in by_muon}
+    assert {name.split(".")[-2] for name in names} == {"attn", "out_proj", "c_fc", "c_proj"}, (
+        "no embedding or projection"
+    )
+
+
 # --- together ---------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import functools
 import hashlib
 import os
 import re
@@ -13,13 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from openclip_ext.cli.messages import for_people, get_logger
-from openclip_ext.data.sources.keys import CAPTION_COLUMNS, IMAGE_COLUMNS
-from openclip_ext.data.sources.rows import RowSource, located
-from openclip_ext.data.sources.spec import DataSpec
+from openclip_ext.cli.messages import for_people
+from openclip_ext.data.sources.keys import CAPTION_COLUMNS, IMAGE_COLUMNS, LABEL_COLUMNS
+from openclip_ext.data.sources.rows import RowSource, located, log_columns
+from openclip_ext.data.sources.spec import DataSpec, is_image_file
 from openclip_ext.data.storage import is_local, local_path
-
-logger = get_logger(__name__)
 
 _SEPARATORS = ("\t", ",", ";", "|")
 _FIRST_ROWS = 20
@@ -67,7 +64,7 @@ class CsvSource(RowSource):
         given = _Format(image_column, caption_column, separator)
         image_column, caption_column, separator = found = _find_format(path, given)
         if found != given:
-            _log_columns(path, image_column, caption_column)
+            log_columns(path, image_column, caption_column)
         table = _read(path, separator)
         if table.empty:
             raise ValueError(f"the data set is empty: {path} has no rows")
@@ -165,11 +162,6 @@ def _read(path: str, separator: str, rows: int | None = None) -> pd.DataFrame:
     return table
 
 
-@functools.cache  # validation data are opened at each evaluation
-def _log_columns(path: str, image_column: str, caption_column: str) -> None:
-    logger.info(f"{path}: images in the column {image_column!r}, captions in {caption_column!r}.")
-
-
 def _find_format(path: str, given: _Format) -> _Format:
     """Return the given separator and columns, or others that fit the header in place of defaults.
 
@@ -179,15 +171,20 @@ def _find_format(path: str, given: _Format) -> _Format:
     separator = "\t" if given.separator == r"\t" else given.separator  # most shells pass '\t' as a backslash and a t
     if len(separator) != 1:  # pandas would read a longer separator as a regular expression
         raise ValueError(f"--csv-separator {separator!r}: expected one character, such as ',' or '\\t'")
-    others = _SEPARATORS if separator == DataSpec.csv_separator else ()
+    possible = _SEPARATORS if separator == DataSpec.csv_separator else ()
     headers, candidates = {}, {}
-    for each in dict.fromkeys((separator, *others)):
+    for each in dict.fromkeys((separator, *possible)):
         header = headers[each] = [*_read(path, each, 0).columns]
         images = _matching(header, given.image_column, DataSpec.csv_image_key, IMAGE_COLUMNS)
+        if not images and given.image_column == DataSpec.csv_image_key:
+            images = _columns_of_images(path, each)
         captions = _matching(header, given.caption_column, DataSpec.csv_caption_key, CAPTION_COLUMNS)
+        others = [column for column in header if images and column not in images]
+        if not captions and given.caption_column == DataSpec.csv_caption_key and len(others) == 1:
+            captions = [column for column in others if column.strip().lower() not in LABEL_COLUMNS]
         if len(images) == len(captions) == 1:
             return _Format(images[0], captions[0], each)
-        candidates[each] = [*images, "COLUMN"][0], [*captions, "COLUMN"][0]
+        candidates[each] = [*images, "COLUMN"][0], [*captions, *others[:1], "COLUMN"][0]
     best = max(headers, key=lambda each: len(headers[each]))
     image, caption = map(shlex.quote, candidates[best])
     flag = "" if best == separator else f"--csv-separator {shlex.quote(best)} "
@@ -199,6 +196,14 @@ def _find_format(path: str, given: _Format) -> _Format:
     raise ValueError(
         f"{path}: the header {headers[best]} {found}: add {flag}--csv-img-key {image} --csv-caption-key {caption}"
     )
+
+
+def _columns_of_images(path: str, separator: str) -> list[str]:
+    """Return the columns whose first cells all end like the names of image files."""
+    with contextlib.suppress(ValueError):  # another separator fits
+        table = _read(path, separator, _FIRST_ROWS)
+        return [column for column in table if len(table) and all(map(is_image_file, table[column].str.strip()))]
+    return []
 
 
 def _matching(header: Sequence[str], given: str, default: str, known: Collection[str]) -> list[str]:

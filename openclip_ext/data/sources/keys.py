@@ -11,6 +11,8 @@ DATA_FORMATS = "expected shards, such as 'FOLDER/*.tar', or a CSV, Parquet or JS
 # Names of columns that are accepted, in lower case, if the user named no column and the table has exactly one of them.
 IMAGE_COLUMNS = frozenset({"filepath", "path", "image", "img", "image_path", "file_name", "filename"})
 CAPTION_COLUMNS = frozenset({"title", "caption", "captions", "text", "txt"})
+# Names of columns with classes, in lower case.
+LABEL_COLUMNS = ("label", "labels", "class", "class_name", "category")
 # Used as image key and caption key of a manifest that only defines indices.
 ANY_FIELD = "*"
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")

@@ -1,13 +1,18 @@
 """Rows of a table, each with an image (a file or its content) and its captions. The index of a sample is its row number."""
 
+import functools
+import logging
 import os
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from urllib.parse import unquote
 
+from openclip_ext.cli.messages import get_logger
 from openclip_ext.data.sources.source import BadSampleError, DecodedImage, ImageDecoder, RawSample, Source, limited
 from openclip_ext.data.storage import is_local, local_path, open_local
+
+logger = get_logger(__name__)
 
 
 class RowSource(Source):
@@ -65,6 +70,17 @@ class RowSource(Source):
 
     def group_of(self, index: int) -> tuple[str, int, int]:
         return self.path, 0, self.num_samples
+
+
+def log_columns(path: str, image_column: str, caption_column: str) -> None:
+    """Log the detected columns of a table, once."""
+    if logger.isEnabledFor(logging.INFO):  # a run checks its tables before it has a log
+        _log_columns(path, image_column, caption_column)
+
+
+@functools.cache  # validation data are opened at each evaluation
+def _log_columns(path: str, image_column: str, caption_column: str) -> None:
+    logger.info(f"{path}: images in the column {image_column!r}, captions in {caption_column!r}.")
 
 
 def located(image: str, table: str) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.cli.options import nearest
-from openclip_ext.data.sources.keys import CAPTION_COLUMNS, DATA_FORMATS, IMAGE_COLUMNS
-from openclip_ext.data.sources.rows import RowSource, located
+from openclip_ext.data.sources.keys import CAPTION_COLUMNS, DATA_FORMATS, IMAGE_COLUMNS, LABEL_COLUMNS
+from openclip_ext.data.sources.rows import RowSource, located, log_columns
 from openclip_ext.data.sources.spec import (
     TABLE_LOADERS,
     class_folders,
@@ -58,7 +58,7 @@ class TableSource(RowSource):
         if not len(table):
             raise ValueError(f"the data set is empty: {path} has no rows")
         (self._image,) = _columns(path, table, image_column, "image", "--csv-img-key", _holds_image)
-        self._texts = _columns(path, table, caption_column, "caption", "--csv-caption-key", _holds_caption)
+        self._texts = _columns(path, table, caption_column, "caption", "--csv-caption-key", _holds_caption, _holds_text)
         self._hard: list[str] = []
         if hard_negative_column is not None:
             self._hard = _columns(
@@ -71,6 +71,8 @@ class TableSource(RowSource):
             if isinstance(table.features[name], ClassLabel)
         }
         self.has_classes = bool(self._classes)
+        if caption_column is None and not self._classes:
+            log_columns(path, self._image, *self._texts)
         table = table.select_columns(list(dict.fromkeys([self._image, *self._texts, *self._hard])))
         if isinstance(table.features[self._image], Image):
             table = table.cast_column(self._image, Image(decode=False))
@@ -158,11 +160,12 @@ def _load_class_folders(path: str) -> Any:
 
 
 def _columns(
-    path: str, table: Any, given: str | None, what: str, flag: str, fits: Callable[[str, Any], bool]
+    path: str, table: Any, given: str | None, what: str, flag: str, *rules: Callable[[str, Any], bool]
 ) -> list[str]:
-    """Return the names of the given columns, or else the name of the only column that fits."""
+    """Return the names of the given columns, or else the name of the only column that fits the first rule that one fits."""
     names: Sequence[str] = table.column_names
-    found = [name for name in names if fits(name, table.features[name])]
+    fitting = ([name for name in names if fits(name, table.features[name])] for fits in rules)
+    found = next(filter(None, fitting), [])
     if given is not None:
         asked = [name.strip() for name in given.split(";")]
         if unknown := [name for name in asked if name not in names]:
@@ -191,6 +194,10 @@ def _holds_caption(name: str, feature: Any) -> bool:
     inner = getattr(feature, "feature", None)  # of a list of texts
     is_text = _is_text(feature) or (inner is not None and _is_text(inner))
     return isinstance(feature, ClassLabel) or (is_text and name.lower() in CAPTION_COLUMNS)
+
+
+def _holds_text(name: str, feature: Any) -> bool:
+    return _is_text(feature) and name.lower() not in (*LABEL_COLUMNS, *IMAGE_COLUMNS)
 
 
 def _is_text(feature: Any) -> bool:

@@ -19,7 +19,7 @@ _NOT_COMPARED = {
     "distributed", "device", "debug", "report_to", "remote_sync", "remote_sync_frequency", "save_every_steps",
     "log_every_n_steps", "save_frequency",
 }  # fmt: skip
-_SHARE = re.compile(r"R@|top\d|acc")  # in the names of recalls and accuracies
+_SHARE = re.compile(r"^kept_|R@|top\d|acc")  # in the names of recalls, accuracies and main metrics
 Table = list[list[str]]
 
 
@@ -29,6 +29,7 @@ def training_tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
     found = (
         ("settings that differ", _differing_settings(runs)),
         ("training", _overview(runs) if any(log.steps for run in runs for log in run.logs) else []),
+        ("before training", _last_validation(runs, until=0)),
         ("last validation", _last_validation(runs)),
     )
     return [[[title, *names], *rows] for title, rows in found if rows]
@@ -88,17 +89,19 @@ def _last_tenth(log: TrainingLog, key: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _last_validation(runs: Sequence[EvaluatedRun]) -> Table:
+def _last_validation(runs: Sequence[EvaluatedRun], until: float = math.inf) -> Table:
     """Return one row per metric: mean ± standard deviation over repeats, and the difference from the first run.
 
-    Recalls and accuracies are in percent.
+    Recalls and accuracies are in percent. Validations after epoch ``until`` are ignored.
 
     If both runs have repeats with the same seeds, the difference has a 95 % interval over seeds. If the runs' last epochs
     differ, each cell also shows the epoch.
     """
     rows = []
     for name in validation_metrics(runs):
-        epochs, values = zip(*(_last_by_seed(run, name) for run in runs), strict=True)
+        epochs, values = zip(*(_last_by_seed(run, name, until) for run in runs), strict=True)
+        if not any(values):
+            continue
         marks = [f", epoch {epoch}" if len({*epochs} - {None}) > 1 and epoch is not None else "" for epoch in epochs]
         if _SHARE.search(name):
             name = f"{name}, %"
@@ -107,13 +110,15 @@ def _last_validation(runs: Sequence[EvaluatedRun]) -> Table:
     return rows
 
 
-def _last_by_seed(run: EvaluatedRun, metric: str) -> tuple[int | None, dict[Any, float]]:
+def _last_by_seed(run: EvaluatedRun, metric: str, until: float) -> tuple[int | None, dict[Any, float]]:
     """Return an epoch and each repeat's value of a metric at its end, by seed (by number if seeds are unknown or repeated).
 
-    The epoch is the last one that all repeats have. If there is no such epoch, the result is None and an empty dictionary.
+    The epoch is the last one, up to ``until``, that all repeats have. If there is no such epoch, the result is None and an
+    empty dictionary.
     """
     by_epoch = [{one.epoch: one.values[metric] for one in log.validations if metric in one.values} for log in run.logs]
-    common = [epoch for epoch in by_epoch[0] if all(epoch in values for values in by_epoch)]
+    reached = [epoch for epoch in by_epoch[0] if (math.inf if epoch is None else epoch) <= until]
+    common = [epoch for epoch in reached if all(epoch in values for values in by_epoch)]
     if not common:
         return None, {}
     found: dict[Any, float] = {}
