@@ -26,6 +26,7 @@ from openclip_ext.training.checks import check_combination, doubtful_settings, o
 from openclip_ext.training.config import Config, RunPlan
 from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
 from openclip_ext.training.runtime import run_folder
+from openclip_ext.training.runtime.batch_report import MEASURED_STEPS, BatchReport
 from openclip_ext.training.runtime.reporting import Reporter
 from openclip_ext.training.step import StepSettings, TrainStep, gradient_scaler
 from openclip_ext.training.trainer import Trainer, stateful_parts
@@ -103,8 +104,14 @@ def build(
         reporter=Reporter(folder, *reporting),
         tasks=tasks,
         position=position,
-        equal_captions=plan.loss.options.get("equal_captions"),
+        batch_report=_batch_report(plan, built, steps_per_epoch) if position.step == 0 else None,
     )
+
+
+def _batch_report(plan: RunPlan, built: models.BuiltModel, steps_per_epoch: int) -> BatchReport:
+    """Return the report of the run's first batches. The last token of an empty text is padding."""
+    padding = None if built.tokenizer is None else int(built.tokenizer([""])[0, -1])  # no tokenizer on the meta device
+    return BatchReport(min(MEASURED_STEPS, steps_per_epoch), plan.loss.options.get("equal_captions"), padding)
 
 
 def _loader(

@@ -33,7 +33,7 @@ from openclip_ext.training.config import (
     writes_nothing,
 )
 from openclip_ext.training.recipes import configurations
-from openclip_ext.training.runtime.repeats import MEASURED_STEPS
+from openclip_ext.training.runtime.batch_report import MEASURED_STEPS
 
 ONE_PROCESS = {"rank": 0, "local_rank": 0, "world_size": 1, "distributed": False}
 

@@ -26,7 +26,7 @@ from openclip_ext.training.checkpoint import saving
 from openclip_ext.training.config import RunLength, SavePolicy
 from openclip_ext.training.guard import SkippedStep
 from openclip_ext.training.optimizer import schedule_rate
-from openclip_ext.training.runtime.repeats import MEASURED_STEPS, RepeatReport
+from openclip_ext.training.runtime.batch_report import BatchReport
 from openclip_ext.training.runtime.reporting import Reporter, Stopwatch
 from openclip_ext.training.runtime.run_folder import SAVED
 from openclip_ext.training.runtime.signals import Request, SignalRequests
@@ -70,13 +70,11 @@ class Trainer:
     reporter: Reporter
     tasks: "Sequence[Scheduled]" = ()  # scored at the end of an epoch, after the checkpoint is saved
     position: Position = field(default_factory=Position)
-    equal_captions: str | None = None  # the loss's option; None for a loss without it
+    batch_report: BatchReport | None = None
 
     def __post_init__(self) -> None:
         self.steps_per_epoch = self.loader.batches_per_epoch // self.length.accum_freq
         self.stopwatch = Stopwatch()
-        measured = min(MEASURED_STEPS, self.steps_per_epoch) if self.position.step == 0 else 0
-        self._repeats = RepeatReport(measured, self.equal_captions)
         self._saved_step = self.position.step
         self._has_stepped = False
         self.model, self.loss = self.step.model, self.step.loss
@@ -141,7 +139,8 @@ class Trainer:
         self.stopwatch.data_arrived()
         position = self.position
         self.schedule(self._schedule_step)
-        self._repeats.add(batches)
+        if self.batch_report is not None:
+            self.batch_report.add(batches)
         terms = self.step(batches, position.step)
         if not self._has_stepped:
             distributed.set_timeout(distributed.STEP_TIMEOUT)

@@ -115,13 +115,19 @@ def test_equal_captions_and_images_are_right_answers_in_validation(tmp_path, cap
         ("siglip", range(160), ["a cat"] * 160, "100% share their caption.* use a loss such as queueclip"),
         ("openclip --equal-captions mask", range(160), ["a cat", "a dog"] * 80, None),
         ("queueclip --equal-captions mask", range(160), ["a cat"] * 160, "In 10 of the first 10 steps.*no negatives"),
+        (
+            "openclip",
+            range(160),
+            [f"{'a ' * 90}{number}" if number % 2 else f"a {number}" for number in range(160)],
+            "50%",
+        ),
     ],
 )
-def test_the_log_reports_samples_that_repeat_in_a_batch(loss, images, captions, reported, tmp_path, caplog):
+def test_the_log_reports_captions_that_repeat_or_are_cut(loss, images, captions, reported, tmp_path, caplog):
     path = write_pairs(tmp_path / "train.csv", [*images], captions)
     with caplog.at_level(logging.INFO):
         assert run(small_command(path, tmp_path, "run", *loss.split(), "--epochs", "1")) == 0
-    found = [message for message in caplog.messages if "--equal-captions" in message]
+    found = [message for message in caplog.messages if "--equal-captions" in message or "--draw-sentences" in message]
     assert len(found) == (reported is not None)
     assert reported is None or re.search(reported, found[0])
 

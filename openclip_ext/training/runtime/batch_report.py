@@ -1,4 +1,4 @@
-"""Report samples that repeat a caption or an image of their batch: most losses count them as negatives, or exclude them."""
+"""Report what the first batches of a run show about its data: repeated captions or images, and captions that are cut."""
 
 import statistics
 from collections.abc import Sequence
@@ -16,31 +16,49 @@ MEASURED_STEPS = 10
 _NOTABLE_SHARE = 0.05
 
 
-class RepeatReport:
-    """A log of the samples that repeat a caption or an image of their batch, once after a run's first ``steps`` steps.
+class BatchReport:
+    """A report of a run's first ``steps`` steps in the log: samples that repeat a caption or an image, captions that are cut.
 
-    ``equal_captions`` is the loss's option. None means that the loss does not have it.
+    Most losses count repeating samples as negatives, or exclude them.
+
+    Args:
+        equal_captions: The loss's option; None for a loss without it.
+        padding: The token that fills texts up to the context length; None for a model without texts.
     """
 
-    def __init__(self, steps: int, equal_captions: str | None) -> None:
+    def __init__(self, steps: int, equal_captions: str | None, padding: int | None) -> None:
         self._left = steps
         self._equal_captions = equal_captions
+        self._padding = padding
         self._steps: list[Tensor] = []
 
     def add(self, batches: Sequence[dict[str, Tensor]]) -> None:
         """Measure a step's micro-batches, which are in host memory. Collective: all ranks call it."""
         if self._left == 0 or "image_hash" not in batches[0]:
             return
-        names = ("caption_hash", "image_hash")
-        self._steps.append(torch.stack([torch.cat([batch[name] for batch in batches]) for name in names]))
+        columns = [torch.cat([batch[name] for batch in batches]) for name in ("caption_hash", "image_hash")]
+        if self._padding is not None:
+            # A text without padding has exactly the context length, or more likely, it was longer.
+            columns.append(torch.cat([batch["text"][:, -1] for batch in batches]) != self._padding)
+            self._length = batches[0]["text"].shape[1]
+        self._steps.append(torch.stack(columns))
         self._left -= 1
         if self._left:
             return
-        hashes = torch.cat(distributed.all_gather_object(torch.stack(self._steps)), dim=-1)  # (steps, 2, B)
+        measured = torch.cat(distributed.all_gather_object(torch.stack(self._steps)), dim=-1)  # (steps, 2 or 3, B)
         if distributed.is_rank0():
-            self._report(hashes)
+            self._report_repeats(measured[:, :2])
+            if self._padding is not None:
+                self._report_cut_captions(float(measured[:, 2].double().mean()))
 
-    def _report(self, hashes: Tensor) -> None:
+    def _report_cut_captions(self, share: float) -> None:
+        if share >= _NOTABLE_SHARE:
+            logger.info(
+                f"{share:.0%} of the captions fill all {self._length} tokens, so they are probably cut. To train on all "
+                "sentences, set --draw-sentences."
+            )
+
+    def _report_repeats(self, hashes: Tensor) -> None:
         if self._equal_captions in (None, "negative"):
             shares = [statistics.fmean(map(_repeating, of)) for of in hashes.unbind(dim=1)]
             cure = "To exclude them, set --equal-captions mask"
