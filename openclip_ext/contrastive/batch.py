@@ -89,9 +89,10 @@ class LocalBatch:
 class GatheredBatch:
     """``B`` samples that are compared with one another. Their features are detached, and have the dtype of the loss.
 
-    If a feature or the logit scale is not finite, :attr:`ok` is False and all samples are masked. A sample without a reference
-    or with an index out of range is masked alone. ``valid`` is False for masked samples, and their features are set to 0. So
-    all values computed from a masked sample are finite, and its weight of 0 in :attr:`sample_weight` removes them from means.
+    If a feature or the logit scale is not finite, :attr:`finite` is False and all samples are masked. A sample without a
+    reference or with an index out of range is masked alone. ``valid`` is False for masked samples, and their features are set
+    to 0. So all values computed from a masked sample are finite, and its weight of 0 in :attr:`sample_weight` removes them
+    from means.
 
     Attributes:
         features: ``(2, B, d)``: images, texts.
@@ -103,8 +104,9 @@ class GatheredBatch:
         negatives: Number of negatives of each valid anchor: 0-d, or ``(B,)`` with labels or a guide, or ``(2, B)`` with hard
             negatives.
         logit_scale: 0-d. It is 1 if the caller's logit scale is not finite and positive.
-        ok: 0-d bool, whether the batch may change the state: all features are finite, the logit scale is finite and positive,
-            and at least two samples are valid, with at least two different labels if there are labels.
+        finite: 0-d bool, whether all features are finite, and the logit scale is finite and positive.
+        ok: 0-d bool, whether the batch may change the state: it is :attr:`finite`, and at least two samples are valid, with at
+            least two different labels if there are labels.
         index: Each sample's index in the data set, ``(B,)`` int64, or None.
         first: Position of this process's first sample among the ``B`` samples.
         local_size: Number of this process's samples.
@@ -124,6 +126,7 @@ class GatheredBatch:
     count: Tensor
     negatives: Tensor
     logit_scale: Tensor
+    finite: Tensor
     ok: Tensor
     index: Tensor | None
     first: int
@@ -292,7 +295,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         valid = None if valid is None else distributed.all_gather(valid)
     if index is not None:
         valid = index >= 0 if valid is None else valid & (index >= 0)
-    ok = batch.scale_ok & all_finite(features)
+    ok = finite = batch.scale_ok & all_finite(features)
     if valid is None:
         size = features.shape[1]
         valid = ok.expand(size)
@@ -338,6 +341,7 @@ def gather_batch(batch: LocalBatch, gather: bool) -> GatheredBatch:
         count=count,
         negatives=negatives,
         logit_scale=batch.logit_scale.detach().to(batch.dtype).masked_fill(~batch.scale_ok, 1),
+        finite=finite,
         ok=ok,
         index=index,
         first=distributed.rank() * local_size if world_size > 1 else 0,

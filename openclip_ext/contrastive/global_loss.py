@@ -150,7 +150,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             estimate, batch_to_estimate = self._estimate(captions, hard)
             stats = captions if hard is None else hard.joined
             values = stats.batch.mean(self.objective.value(stats, estimate.log_normalizer, batch_to_estimate))
-            values = values.masked_fill(~stats.batch.ok, math.nan)
+            values = values.masked_fill(~stats.batch.finite, math.nan)  # without negatives, it is 0
             gradients, gap = self._feature_gradients(
                 captions,
                 similarities,

@@ -134,7 +134,7 @@ class ContrastiveLoss(nn.Module):
         Args:
             image_features, text_features: ``(B_local, d)``, unit norm, any float dtype. For a loss of two views, pass the
                 embeddings of the first and of the second views. If a feature of the global batch is not finite, the result is
-                NaN with a gradient of 0, and the state does not change.
+                NaN with a gradient of 0, and the state does not change. If no sample has a negative, the result is 0 instead.
             logit_scale: ``1/τ``, one element. A scale that is not finite and positive has the same effect.
             logit_bias: OpenCLIP's ``logit_bias``. It affects only sigmoid losses, because it cancels in a softmax.
             index: ``(B_local,)`` positions of the samples in the data set. Losses without per-sample state ignore it.

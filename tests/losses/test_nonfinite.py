@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from openclip_ext.contrastive.loss import ContrastiveLoss
+from openclip_ext.losses.registry import create_loss
 from tests.losses.cases import (
+    SAMPLES,
     STEERED,
+    WIDTH,
     Step,
     add_hard_negatives,
     assert_close,
@@ -70,6 +73,19 @@ def test_a_bad_hard_negative_does_not_change_the_state(name: str) -> None:
     steps[1].hard[2, 1] = float("nan")
     value, gradients = run_step(loss, steps[1])
     assert value.isnan() and not any(gradient.any() for gradient in gradients)
+    torch.testing.assert_close(copy_tensors(loss), before, rtol=0, atol=0, equal_nan=True, check_dtype=False)
+
+
+@pytest.mark.parametrize("name", ["openclip", "fastclip", "isogclr", "neuclip", "queueclip", "amorlip"])
+def test_a_batch_without_negatives_gives_zero_and_does_not_change_the_state(name: str) -> None:
+    options = {"equal_captions": "mask"} | ({} if name == "openclip" else {"temperature_scheme": "constant"})
+    loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
+    first, second = make_steps(2)
+    run_step(loss, first)
+    before = copy_tensors(loss)
+    second.labels = [7] * len(second.images)
+    value, gradients = run_step(loss, second)
+    assert value == 0 and not any(gradient.any() for gradient in gradients)
     torch.testing.assert_close(copy_tensors(loss), before, rtol=0, atol=0, equal_nan=True, check_dtype=False)
 
 
