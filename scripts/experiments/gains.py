@@ -111,18 +111,24 @@ class Gain:
 
 
 def gain(pairing: Pairing, rows: Iterable[Mapping[str, Any]], of: Mapping[str, Any] | None = None) -> Gain:
-    """Return the gain of a pairing, with its untuned setting or another one; raise KeyError if a seed has no row.
+    """Return the gain of a pairing, with its untuned setting or another one; raise KeyError if a seed has no pair of runs.
 
-    Of several rows of a run, the last one counts.
+    The runs of a pair were on processors of the same maker. If a seed has pairs of several makers, the alphabet's first one
+    counts, so that both settings are compared with the same runs. Of several equal runs, the last one counts.
     """
     length = {name: getattr(pairing, name) for name in ("data", "model", "batch_size", "epochs", "lr")}
     of_length = [row for row in rows if all(row[name] == value for name, value in length.items())]
-    tuned, untuned = (
-        {row["seed"]: recall(row["test"]) for row in of_length if row["setting"] == setting}
-        for setting in (pairing.tuned, of or pairing.untuned)
-    )
-    means = (statistics.fmean(found[seed] for seed in pairing.seeds) for found in (tuned, untuned))
-    return Gain(pairing.label, *means, [untuned[seed] - tuned[seed] for seed in pairing.seeds])
+    tuned, untuned = _scores(of_length, pairing.tuned), _scores(of_length, of or pairing.untuned)
+    pairs = {run[0]: (tuned[run], untuned[run]) for run in sorted(untuned, reverse=True) if run in tuned}
+    before, after = zip(*(pairs[seed] for seed in pairing.seeds), strict=True)
+    differences = [new - old for old, new in zip(before, after, strict=True)]
+    return Gain(pairing.label, statistics.fmean(before), statistics.fmean(after), differences)
+
+
+def _scores(rows: Iterable[Mapping[str, Any]], setting: Mapping[str, Any]) -> dict[tuple[int, str], float]:
+    """Return R@1 by seed and maker of the processor. Runs that two models of Intel repeated have equal scores."""
+    makers = ((row, row["environment"]["cpu"].split()[0]) for row in rows if row["setting"] == setting)
+    return {(row["seed"], maker): recall(row["test"]) for row, maker in makers}
 
 
 def table(gains: Iterable[Gain]) -> str:
