@@ -13,8 +13,9 @@ first 1,000 training pairs of the start. ``--compare`` selects the methods, or c
 
 Each run is one ``openclip-ext train``. ``PYTHONPATH`` must contain ``examples/other_losses``. The results have a JSON line for
 each finished run, with the own and kept R@1 (mean of both directions) of the mixes of start and trained weights. With the
-first seed, each method runs at four learning rates. The rate with the best validation score (the mean of the table's three
-columns) runs with the other seeds. ``test/`` has no influence. Finished runs are skipped, so you can repeat a killed command.
+first seed, each method runs at up to four learning rates. The rate with the best validation score (the mean of the table's
+three columns) runs with the other seeds. ``test/`` has no influence. Finished runs are skipped, so you can repeat a killed
+command.
 """
 
 import argparse

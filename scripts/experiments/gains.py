@@ -1,4 +1,4 @@
-"""Compute README's table and figure from published results: R@1 of untuned ``queueclip`` minus R@1 of tuned ``openclip``.
+"""Compute README's table and curve, and the figure of ``docs/results.md``, from published results: R@1 of two losses.
 
     python -m scripts.experiments.gains docs/benchmarks/icons/*.jsonl --figure docs/images/gains.png \\
         --curve docs/images/equal-epochs.png
