@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shlex
 import shutil
 import tarfile
 from pathlib import Path
@@ -128,11 +129,12 @@ def test_evaluate_gives_the_curve_of_the_mixes_and_names_the_chosen_one(whole, s
     scores = scores_of(whole)["scores"]["validation"]
     expected = {weight: pytest.approx(scores[weight]["value"], abs=6e-5) for weight in ("0", "0.5", "1")}
     assert {line[0]: float(line[1]) for line in lines} == expected
-    chosen = str(whole / "checkpoints" / "interpolated.pt")
-    assert datacomp.main([str(whole), *arguments]) == 0
-    assert chosen in capsys.readouterr().out
-    export.main([str(whole), "--output", str(tmp_path / "exported")])
-    assert chosen in capsys.readouterr().out
+    moved = shutil.copytree(whole, tmp_path / "a run")
+    chosen = str(moved / "checkpoints" / "interpolated.pt")
+    assert datacomp.main([str(moved), *arguments]) == 0
+    assert f"openclip-ext evaluate {shlex.quote(chosen)}" in capsys.readouterr().out
+    export.main([str(moved), "--output", str(tmp_path / "exported")])
+    assert f"openclip-ext export {shlex.quote(chosen)}" in capsys.readouterr().out
     assert datacomp.main([chosen, *arguments, "--interpolate", "0.5"]) == 2
     assert "--interpolate" in caplog.text
 

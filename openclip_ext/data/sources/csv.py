@@ -186,7 +186,8 @@ def _find_format(path: str, image_column: str | None, caption_column: str | None
             captions = [column for column in others if column.strip().lower() not in LABEL_COLUMNS]
         if len(images) == len(captions) == 1:
             return _Format(images[0], captions[0], each)
-        candidates[each] = [*images, "COLUMN"][0], [*captions, *others[:1], "COLUMN"][0]
+        possible_captions = captions or (others if len(others) == 1 else [])
+        candidates[each] = [*images, "COLUMN"][0], [*possible_captions, "COLUMN"][0]
     best = max(headers, key=lambda each: len(headers[each]))
     image, caption = map(shlex.quote, candidates[best])
     flag = "" if best == separator else f"--csv-separator {shlex.quote(best)} "
