@@ -2,6 +2,7 @@
 
 import csv
 import json
+import resource
 import shlex
 import shutil
 import tarfile
@@ -24,6 +25,7 @@ from openclip_ext.training.flags import parse
 from openclip_ext.training.interpolation import ALPHAS, choose
 from openclip_ext.training.main import main
 from openclip_ext.training.plan import resolve
+from openclip_ext.training.trainer import SaveFailed
 from tests.data.test_reference import write_store
 from tests.evaluation.datasets import write_class_folders
 from tests.training import runs
@@ -120,6 +122,23 @@ def test_a_finished_run_chooses_again_for_another_share_to_keep(whole, flags, sh
         model = torch.load(tmp_path / "run" / "checkpoints" / "interpolated.pt", weights_only=True)
         chosen[share] = model["interpolate"]
     assert chosen["0"] != chosen["1"]
+
+
+def test_a_mix_that_cannot_be_saved_ends_the_run_after_its_scores(whole, flags, shards, tmp_path, caplog):
+    shutil.copytree(whole, tmp_path / "run")
+    command = small_command(shards, tmp_path, "run", "queueclip", *flags, "--resume", "latest", "--keep-at-least", "0.5")
+    caplog.set_level("INFO")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(SaveFailed, match="too large"):
+            run(command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "own pairs, R@1" in caplog.text
+    assert scores_of(tmp_path / "run") == scores_of(whole)
+    assert run(command) == 0
+    assert scores_of(tmp_path / "run")["keep_at_least"] == 0.5
 
 
 def test_evaluate_gives_the_curve_of_the_mixes_and_names_the_chosen_one(whole, shards, tmp_path, capsys, caplog):
