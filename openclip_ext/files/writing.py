@@ -24,7 +24,7 @@ def naming(path: Path) -> Iterator[None]:
             raise
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
-        raise error
+        raise error from None
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:

@@ -205,7 +205,9 @@ def _mix(plan: RunPlan, trainer: Trainer, folder: Path | None) -> "Mixes | None"
     try:
         distributed.on_rank0(lambda: mixes.save(folder) if mixes is not None and folder is not None else None)
     except OSError as error:
-        raise SaveFailed(f"the chosen mix could not be saved: {error}. Free disk space, then --resume latest") from error
+        raise SaveFailed(
+            f"the chosen mix could not be saved: {error}. Free disk space, then --resume latest"
+        ) from error
     return mixes
 
 

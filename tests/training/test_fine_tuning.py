@@ -126,7 +126,9 @@ def test_a_finished_run_chooses_again_for_another_share_to_keep(whole, flags, sh
 
 def test_a_mix_that_cannot_be_saved_ends_the_run_after_its_scores(whole, flags, shards, tmp_path, caplog):
     shutil.copytree(whole, tmp_path / "run")
-    command = small_command(shards, tmp_path, "run", "queueclip", *flags, "--resume", "latest", "--keep-at-least", "0.5")
+    command = small_command(
+        shards, tmp_path, "run", "queueclip", *flags, "--resume", "latest", "--keep-at-least", "0.5"
+    )
     caplog.set_level("INFO")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
