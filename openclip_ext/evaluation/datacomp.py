@@ -118,7 +118,7 @@ def evaluate(args: argparse.Namespace) -> int:
         if distributed.is_rank0():
             echo(f"{evaluated.text}\n\nResults: {folder}")
             if better := chosen_mix(Path(opened.checkpoint), "evaluate"):
-                echo(f"{better}. All mixes: --interpolate 0,0.25,0.5,0.75,1")
+                echo(f"{better} (all mixes: --interpolate 0,0.25,0.5,0.75,1)")
         return evaluated.status
     found: dict[float, Evaluated] = {}
     for weight, mix in zip(args.interpolate, mixes(opened, args.interpolate), strict=True):

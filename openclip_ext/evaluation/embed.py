@@ -213,8 +213,8 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("data", "the same flags as in training")
     group.add_argument("--dataset-type", choices=("auto", "webdataset", "csv"), default="auto")
     group.add_argument("--csv-separator", default=DataSpec.csv_separator)
-    group.add_argument("--csv-img-key", default=DataSpec.csv_image_key)
-    group.add_argument("--csv-caption-key", default=DataSpec.csv_caption_key)
+    group.add_argument("--csv-img-key")
+    group.add_argument("--csv-caption-key")
     for option in own_options([DataSpec]):
         if option.name not in ("reference", "hard_negative_key", "single_source_batches"):
             default = "" if option.default in (None, ()) else f" (default: {option.default})"

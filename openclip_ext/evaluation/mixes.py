@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,8 @@ def chosen_mix(checkpoint: Path, command: str) -> str:
     is_current = checkpoint.absolute().parent.with_name("interpolation.json").is_file()
     if not chosen.is_file() or chosen == checkpoint or not is_current:
         return ""
-    return f"This is the trained model. The run chose a mix with the weights before training: openclip-ext {command} {chosen}"
+    command = f"openclip-ext {command} {shlex.quote(str(chosen))}"
+    return f"This is the trained model. The run chose a mix with the weights before training: {command}"
 
 
 def mixed(initial: Mapping[str, Tensor], trained: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ the results of only one model.
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,7 +205,7 @@ def summary_text(found: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], d
         text.append("\nNot evaluated:")
         text += [f"  {name_of(key)}: {reason}" for key, reason in found["problems"].items()]
     if missing := found["missing"]:
-        command = f"openclip-ext download --data-dir {data_dir}"
+        command = f"openclip-ext download --data-dir {shlex.quote(str(data_dir))}"
         tasks = f" --tasks {' '.join(missing)}" if len(missing) <= 5 else ""
         text.append(f"\nNot in {data_dir} ({len(missing)}): {_names(missing)}. Download with `{command}{tasks}`.")
     return "\n".join(text)

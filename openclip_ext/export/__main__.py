@@ -1,6 +1,7 @@
 """Export a checkpoint: ``openclip-ext export RUN/checkpoints/epoch_K.pt --to hf --output DIR``."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -125,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         raise OSError(f"{args.output} could not be written: {error}") from error
     if args.interpolate == 1 and (better := chosen_mix(checkpoint_file(args.checkpoint), "export")):
         print(better)
-    print(f"To publish the folder: hf upload YOU/NAME {args.output}")
+    print(f"To publish the folder: hf upload YOU/NAME {shlex.quote(str(args.output))}")
     print(f"{args.output}: open_clip.create_model_and_transforms('local-dir:{args.output}')")
 
 

@@ -12,13 +12,19 @@ from typing import IO, Any
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to an OSError without a file name, because the error of a full disk has none."""
+    """Add ``path`` to an OSError without a file name, because the error of a full disk has none.
+
+    On a full disk, ``torch.save`` raises RuntimeError while it handles the OSError, which is raised instead.
+    """
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError) as raised:
+        error = raised.__context__ if isinstance(raised, RuntimeError) else raised
+        if not isinstance(error, OSError):
+            raise
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
-        raise
+        raise error from None
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:

@@ -63,11 +63,15 @@ def choose(own: Mapping[float, float], kept: Mapping[float, float], at_least: fl
 
 @dataclass(frozen=True)
 class Mixes:
-    """The scores of all mixes: for each task, a score for each of :data:`ALPHAS`, and the choice (see :func:`choose`)."""
+    """The scores of all mixes: for each task, a score for each of :data:`ALPHAS`, and the choice (see :func:`choose`).
+
+    ``entries`` is the content of the chosen model's file.
+    """
 
     scores: Mapping[ScoredTask, Mapping[float, Score]]
     choice: Choice
     at_least: float
+    entries: Mapping[str, Any]
 
     def __str__(self) -> str:
         """A table of the scores in percent, with half the width of their 95 % intervals."""
@@ -84,6 +88,11 @@ class Mixes:
         counts = ", ".join(f"{next(iter(found.values())).samples:,} of {of.flag}" for of, found in self.scores.items())
         note = f"In percent, with 95 % intervals; samples: {counts}. α is the share of the trained weights."
         return "\n".join([*padded, note, f"Chosen: α = {self.choice.weight:g}, {self.choice.reason}."])
+
+    def save(self, folder: Path) -> None:
+        """Write the chosen model and all scores into the run folder. Raise OSError, for example on a full disk."""
+        write_atomically(folder / MODEL_FILE, lambda file: torch.save(self.entries, file))
+        write_text(folder / SCORES_FILE, self.as_json())  # last, because it shows that the choice is complete
 
     def as_json(self) -> str:
         """Return the scores and the choice as one JSON text."""
@@ -111,9 +120,8 @@ def score_mixes(
     content: Mapping[str, Any],
     at_least: float,
     device: torch.device,
-    folder: Path | None,
 ) -> Mixes:
-    """Score the mixes of a run's initial and trained weights, and write the chosen model and all scores into the run folder.
+    """Score the mixes of a run's initial and trained weights, and choose one.
 
     Args:
         tasks: At least one; each is a :class:`ScoredTask`.
@@ -121,7 +129,6 @@ def score_mixes(
         content: The run's model file; its ``state_dict`` has the full model, with merged adapters.
         at_least: See :func:`choose`.
         device: Device of the evaluation.
-        folder: The run folder, or None.
     """
     trained = {name.removeprefix("module."): value for name, value in content["state_dict"].items()}
     model = initial_model(settings)
@@ -142,10 +149,6 @@ def score_mixes(
     values = {of: {weight: score.value for weight, score in found.items()} for of, found in scores.items()}
     own = _mean([found for of, found in values.items() if of.is_own])
     choice = choose(own, _mean([found for of, found in values.items() if not of.is_own]), at_least)
-    result = Mixes(scores, choice, at_least)
-    if folder is not None:
-        entries = {name: content[name] for name in ("epoch", "name")}
-        entries |= {"state_dict": mixed(initial, trained, choice.weight), WEIGHT_KEY: choice.weight}
-        write_atomically(folder / MODEL_FILE, lambda file: torch.save(entries, file))
-        write_text(folder / SCORES_FILE, result.as_json())  # last, because it shows that the choice is complete
-    return result
+    entries = {name: content[name] for name in ("epoch", "name")}
+    entries |= {"state_dict": mixed(initial, trained, choice.weight), WEIGHT_KEY: choice.weight}
+    return Mixes(scores, choice, at_least, entries)

@@ -84,7 +84,8 @@ def build_parser() -> Parser:
     """Return the parser of all flags: first OpenCLIP's flags (:attr:`Parser.flags`), then ours, in groups."""
     parser = compat.openclip_parser(Parser)
     parser.prog = "openclip-ext train"
-    parser.set_defaults(device=None)  # None means that the user gave no --device
+    # None means that the user gave no such flag. OpenCLIP's own values would look like the user's.
+    parser.set_defaults(device=None, csv_img_key=None, csv_caption_key=None)
     add_loss_flags(parser.add_argument_group("loss"))
     for title, options in run_options().items():
         group = parser.add_argument_group(title)

@@ -181,7 +181,10 @@ def _lacks_mix(folder: Path, at_least: float) -> bool:
 def _mix(plan: RunPlan, trainer: Trainer, folder: Path | None) -> "Mixes | None":
     """Choose the mix of pretrained and trained weights on rank 0, and log the scores. Collective: all ranks call it.
 
-    If this fails, log the error and return None, because the trained model is already saved.
+    If the evaluation fails, log the error and return None, because the trained model is already saved.
+
+    Raises:
+        SaveFailed: The mix could not be written.
     """
     from openclip_ext.evaluation.mixes import refuse_other_weights
     from openclip_ext.training.interpolation import score_mixes
@@ -195,11 +198,16 @@ def _mix(plan: RunPlan, trainer: Trainer, folder: Path | None) -> "Mixes | None"
         try:
             refuse_other_weights(plan.model.weights, trainer.identity.settings["pretrained_weights"])
             device = trainer.step.settings.device
-            mixes = score_mixes(tasks, plan.model, content, plan.tuning.keep_at_least, device, folder)
+            mixes = score_mixes(tasks, plan.model, content, plan.tuning.keep_at_least, device)
             logger.info(f"Before and after:\n{mixes}")
         except Exception:
             logger.exception("The mixes of weights could not be scored; the trained model is saved.")
-    distributed.barrier()
+    try:
+        distributed.on_rank0(lambda: mixes.save(folder) if mixes is not None and folder is not None else None)
+    except OSError as error:
+        raise SaveFailed(
+            f"the chosen mix could not be saved: {error}. Free disk space, then --resume latest"
+        ) from error
     return mixes
 
 

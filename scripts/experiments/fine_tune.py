@@ -272,7 +272,7 @@ class Data:
         content, settings = load_model_file(checkpoint), model_config(flags.parse(argv).flags)
         found: dict[str, Any] = {}
         for split, tasks in self.tasks.items():
-            mixes = score_mixes(tasks, settings, content, 0.9, _CPU, None)
+            mixes = score_mixes(tasks, settings, content, 0.9, _CPU)
             found[split] = {
                 "own" if of.is_own else "kept": {f"{weight:g}": list(score) for weight, score in scores.items()}
                 for of, scores in mixes.scores.items()

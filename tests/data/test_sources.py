@@ -121,8 +121,9 @@ def test_csv_rows_that_a_quote_hides_are_refused(tmp_path: Path):
         ("a,b", {"csv_separator": ",", "csv_image_key": "a", "csv_caption_key": "b"}, ("a", "b")),
         ("path,caption,text", {}, "--csv-separator , --csv-img-key path --csv-caption-key caption"),
         ("path,image,text", {"csv_separator": ","}, "add --csv-img-key path --csv-caption-key text"),
-        ("path,a,b", {}, "--csv-separator , --csv-img-key path --csv-caption-key a"),
+        ("path,a,b", {}, "--csv-separator , --csv-img-key path --csv-caption-key COLUMN"),  # a may be a product number
         ("path,text", {"csv_caption_key": "nosuch"}, "no column 'nosuch'"),
+        ("path,text", {"csv_caption_key": "title"}, "no column 'title'"),  # also if the default is given
         ("a;b;text", {}, "--csv-separator ';' --csv-img-key COLUMN --csv-caption-key text"),
         ("path,title", {"csv_caption_key": "text"}, "--csv-caption-key title"),
         ("path,title", {"csv_separator": ";"}, "--csv-img-key COLUMN"),

@@ -9,12 +9,14 @@ import pytest
 from PIL import Image
 
 from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.options import from_flags
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.shards import write as shards
 from openclip_ext.data.sources.source import BadSampleError, decode_image
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.data.sources.table import TableSource
 from openclip_ext.evaluation.open_tasks import own_task
+from openclip_ext.training.flags import parse
 from tests.data.loading import build
 from tests.training.runs import metrics_of, run
 
@@ -203,6 +205,25 @@ def test_unclear_columns_are_refused(more, arguments, message, tmp_path):
     datasets.Dataset.from_dict(columns(**more)).to_parquet(tmp_path / "pairs.parquet")
     with pytest.raises(ValueError, match=message):
         TableSource(str(tmp_path / "pairs.parquet"), **arguments)
+
+
+def test_a_given_column_may_have_openclips_name(tmp_path):
+    """OpenCLIP's default column is title. Given, it decides between several columns."""
+    datasets.Dataset.from_dict(columns(title=["other"] * ROWS)).to_parquet(tmp_path / "pairs.parquet")
+    flags = parse(["--train-data", str(tmp_path / "pairs.parquet"), "--csv-caption-key", "title"]).flags
+    source = build_source(from_flags(DataSpec, flags))
+    assert source.describe(source.read_one(3))[1] == "other"
+
+
+@pytest.mark.parametrize("names", [["a", "b"], {"en": "a", "de": "b"}])
+def test_lists_and_texts_by_name_are_captions(names, tmp_path):
+    """Next to them, the only column of texts is not certain to have the captions: it may have the inventory number."""
+    table = datasets.Dataset.from_dict(columns(names=[names] * ROWS)).rename_column("caption", "inventory")
+    table.to_parquet(tmp_path / "pairs.parquet")
+    with pytest.raises(ValueError, match=r"several columns with captions: inventory, names.*--csv-caption-key"):
+        TableSource(str(tmp_path / "pairs.parquet"))
+    source = TableSource(str(tmp_path / "pairs.parquet"), caption_column="names")
+    assert source.several_captions and source.row(3)[1] == ["a", "b"]
 
 
 def test_the_only_column_of_texts_has_the_captions(tmp_path):

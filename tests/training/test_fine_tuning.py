@@ -2,6 +2,8 @@
 
 import csv
 import json
+import resource
+import shlex
 import shutil
 import tarfile
 from pathlib import Path
@@ -23,6 +25,7 @@ from openclip_ext.training.flags import parse
 from openclip_ext.training.interpolation import ALPHAS, choose
 from openclip_ext.training.main import main
 from openclip_ext.training.plan import resolve
+from openclip_ext.training.trainer import SaveFailed
 from tests.data.test_reference import write_store
 from tests.evaluation.datasets import write_class_folders
 from tests.training import runs
@@ -121,6 +124,25 @@ def test_a_finished_run_chooses_again_for_another_share_to_keep(whole, flags, sh
     assert chosen["0"] != chosen["1"]
 
 
+def test_a_mix_that_cannot_be_saved_ends_the_run_after_its_scores(whole, flags, shards, tmp_path, caplog):
+    shutil.copytree(whole, tmp_path / "run")
+    command = small_command(
+        shards, tmp_path, "run", "queueclip", *flags, "--resume", "latest", "--keep-at-least", "0.5"
+    )
+    caplog.set_level("INFO")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(SaveFailed, match="too large"):
+            run(command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "own pairs, R@1" in caplog.text
+    assert scores_of(tmp_path / "run") == scores_of(whole)
+    assert run(command) == 0
+    assert scores_of(tmp_path / "run")["keep_at_least"] == 0.5
+
+
 def test_evaluate_gives_the_curve_of_the_mixes_and_names_the_chosen_one(whole, shards, tmp_path, capsys, caplog):
     arguments = ["--val-data", shards, "--device", "cpu", "--output-dir", str(tmp_path)]
     assert datacomp.main([str(whole), *arguments, "--interpolate", "0,0.5,1"]) == 0
@@ -128,11 +150,12 @@ def test_evaluate_gives_the_curve_of_the_mixes_and_names_the_chosen_one(whole, s
     scores = scores_of(whole)["scores"]["validation"]
     expected = {weight: pytest.approx(scores[weight]["value"], abs=6e-5) for weight in ("0", "0.5", "1")}
     assert {line[0]: float(line[1]) for line in lines} == expected
-    chosen = str(whole / "checkpoints" / "interpolated.pt")
-    assert datacomp.main([str(whole), *arguments]) == 0
-    assert chosen in capsys.readouterr().out
-    export.main([str(whole), "--output", str(tmp_path / "exported")])
-    assert chosen in capsys.readouterr().out
+    moved = shutil.copytree(whole, tmp_path / "a run")
+    chosen = str(moved / "checkpoints" / "interpolated.pt")
+    assert datacomp.main([str(moved), *arguments]) == 0
+    assert f"openclip-ext evaluate {shlex.quote(chosen)}" in capsys.readouterr().out
+    export.main([str(moved), "--output", str(tmp_path / "exported")])
+    assert f"openclip-ext export {shlex.quote(chosen)}" in capsys.readouterr().out
     assert datacomp.main([chosen, *arguments, "--interpolate", "0.5"]) == 2
     assert "--interpolate" in caplog.text
 

@@ -15,7 +15,12 @@ def test_openclips_defaults_are_openclips():
     from open_clip_train.params import parse_args
 
     ours, theirs = parse(["--train-data", "x"]).flags, vars(parse_args(["--train-data", "x"]))
-    assert {name: ours[name] for name in theirs} == {**theirs, "device": None}
+    assert {name: ours[name] for name in theirs} == {
+        **theirs,
+        "device": None,
+        "csv_img_key": None,
+        "csv_caption_key": None,
+    }
 
 
 def test_the_loss_takes_its_options_and_adams_eps_stays_adams():

@@ -220,13 +220,8 @@ def build_other_source(spec: DataSpec) -> Source:
 
 
 def detecting_columns(spec: DataSpec) -> DataSpec:
-    """Return a specification with OpenCLIP's separator and columns, in place of which a table's own are detected."""
-    return replace(
-        spec,
-        csv_separator=DataSpec.csv_separator,
-        csv_image_key=DataSpec.csv_image_key,
-        csv_caption_key=DataSpec.csv_caption_key,
-    )
+    """Return a specification without the user's separator and columns, so that a table's own are detected."""
+    return replace(spec, csv_separator=DataSpec.csv_separator, csv_image_key=None, csv_caption_key=None)
 
 
 def with_own_columns(spec: DataSpec, read: Callable[[DataSpec], T]) -> T:
@@ -247,10 +242,8 @@ def table_source(spec: DataSpec) -> Source:
         from openclip_ext.data.sources.table import TableSource
 
         (path,) = [spec.source] if isinstance(spec.source, str) else spec.source or ()
-        # OpenCLIP's default columns are for CSV files.
-        image = None if spec.csv_image_key == DataSpec.csv_image_key else spec.csv_image_key
-        caption = None if spec.csv_caption_key == DataSpec.csv_caption_key else spec.csv_caption_key
-        return TableSource(path, image, caption, spec.caption_template, spec.hard_negative_key)
+        columns = spec.csv_image_key, spec.csv_caption_key
+        return TableSource(path, *columns, spec.caption_template, spec.hard_negative_key)
     except ImportError as error:
         raise ValueError(f"{spec.source} needs the package {error.name}: pip install datasets") from error
 
@@ -267,7 +260,7 @@ def refuse_unusable_rows(source: Source) -> None:
     raise ValueError(f"none of the first {len(reasons)} rows can be used: {reasons[0]}")
 
 
-def check_csv(spec: DataSpec) -> tuple[str, str, str, str]:
+def check_csv(spec: DataSpec) -> tuple[str, str | None, str | None, str]:
     """Return the path, columns and separator of a CSV file; raise ValueError if its header or first rows cannot be used."""
     from openclip_ext.data.sources.csv import check_first_rows
 

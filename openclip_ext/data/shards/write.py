@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("output", type=output_path, metavar="FOLDER", help="new or empty folder")
     parser.add_argument("--samples", type=command_line.count, default=10_000, help="samples per shard (default: 10000)")
     parser.add_argument("--csv-separator", default=DataSpec.csv_separator)
-    parser.add_argument("--csv-img-key", default=DataSpec.csv_image_key, help="column of the images")
+    parser.add_argument("--csv-img-key", help="column of the images")
     several = "column of the captions; several, separated by ;, are stored as a list"
-    parser.add_argument("--csv-caption-key", default=DataSpec.csv_caption_key, help=several)
+    parser.add_argument("--csv-caption-key", help=several)
     template = "caption of the images in a class folder (default: %(default)s)"
     parser.add_argument("--caption-template", default=DataSpec.caption_template, help=template)
     write(parser.parse_args(argv))

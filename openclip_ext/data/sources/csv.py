@@ -20,6 +20,8 @@ from openclip_ext.data.storage import is_local, local_path
 
 _SEPARATORS = ("\t", ",", ";", "|")
 _FIRST_ROWS = 20
+# OpenCLIP's columns, which have precedence if the user names none.
+_OPENCLIP_IMAGE, _OPENCLIP_CAPTION = "filepath", "title"
 
 
 class _Format(NamedTuple):
@@ -46,7 +48,7 @@ class _Texts:
 class CsvSource(RowSource):
     """Rows of a CSV file. A blank caption counts as missing.
 
-    If the default separator and columns do not fit, they are detected. ``caption_column`` and ``hard_negative_column`` (see
+    Columns that are None, and a tab that does not fit, are detected. ``caption_column`` and ``hard_negative_column`` (see
     :meth:`RowSource.hard_negatives`) may name several columns, separated by ``;``.
 
     Raises:
@@ -56,14 +58,14 @@ class CsvSource(RowSource):
     def __init__(
         self,
         path: str,
-        image_column: str = DataSpec.csv_image_key,
-        caption_column: str = DataSpec.csv_caption_key,
+        image_column: str | None = None,
+        caption_column: str | None = None,
         separator: str = DataSpec.csv_separator,
         hard_negative_column: str | None = None,
     ) -> None:
-        given = _Format(image_column, caption_column, separator)
-        image_column, caption_column, separator = found = _find_format(path, given)
-        if found != given:
+        usual = _Format(image_column or _OPENCLIP_IMAGE, caption_column or _OPENCLIP_CAPTION, separator)
+        image_column, caption_column, separator = found = _find_format(path, image_column, caption_column, separator)
+        if found != usual:
             log_columns(path, image_column, caption_column)
         table = _read(path, separator)
         if table.empty:
@@ -111,9 +113,9 @@ def _texts_of(columns: Sequence[_Texts], row: int) -> list[str]:
     return [text for text in (column[row] for column in columns) if text.strip()]
 
 
-def check_first_rows(path: str, image_column: str, caption_column: str, separator: str) -> None:
+def check_first_rows(path: str, image_column: str | None, caption_column: str | None, separator: str) -> None:
     """Raise ValueError if a table has no readable columns, or if no image of its first rows exists. Reads only these rows."""
-    found = _find_format(path, _Format(image_column, caption_column, separator))
+    found = _find_format(path, image_column, caption_column, separator)
     table = _read(path, found.separator, _FIRST_ROWS)
     images = [image for image in table[found.image_column] if image]
     if images and not any(os.path.isfile(located(image, path)) for image in images):
@@ -162,34 +164,34 @@ def _read(path: str, separator: str, rows: int | None = None) -> pd.DataFrame:
     return table
 
 
-def _find_format(path: str, given: _Format) -> _Format:
-    """Return the given separator and columns, or others that fit the header in place of defaults.
+def _find_format(path: str, image_column: str | None, caption_column: str | None, separator: str) -> _Format:
+    """Return the given separator and columns. In place of None, and of a tab that does not fit, return what fits the header.
 
     Raises:
         ValueError: Nothing fits.
     """
-    separator = "\t" if given.separator == r"\t" else given.separator  # most shells pass '\t' as a backslash and a t
+    separator = "\t" if separator == r"\t" else separator  # most shells pass '\t' as a backslash and a t
     if len(separator) != 1:  # pandas would read a longer separator as a regular expression
         raise ValueError(f"--csv-separator {separator!r}: expected one character, such as ',' or '\\t'")
     possible = _SEPARATORS if separator == DataSpec.csv_separator else ()
     headers, candidates = {}, {}
     for each in dict.fromkeys((separator, *possible)):
         header = headers[each] = [*_read(path, each, 0).columns]
-        images = _matching(header, given.image_column, DataSpec.csv_image_key, IMAGE_COLUMNS)
-        if not images and given.image_column == DataSpec.csv_image_key:
+        images = _matching(header, image_column, _OPENCLIP_IMAGE, IMAGE_COLUMNS)
+        if not images and image_column is None:
             images = _columns_of_images(path, each)
-        captions = _matching(header, given.caption_column, DataSpec.csv_caption_key, CAPTION_COLUMNS)
+        captions = _matching(header, caption_column, _OPENCLIP_CAPTION, CAPTION_COLUMNS)
         others = [column for column in header if images and column not in images]
-        if not captions and given.caption_column == DataSpec.csv_caption_key and len(others) == 1:
+        if not captions and caption_column is None and len(others) == 1:
             captions = [column for column in others if column.strip().lower() not in LABEL_COLUMNS]
         if len(images) == len(captions) == 1:
             return _Format(images[0], captions[0], each)
-        candidates[each] = [*images, "COLUMN"][0], [*captions, *others[:1], "COLUMN"][0]
+        possible_captions = captions or (others if len(others) == 1 else [])
+        candidates[each] = [*images, "COLUMN"][0], [*possible_captions, "COLUMN"][0]
     best = max(headers, key=lambda each: len(headers[each]))
     image, caption = map(shlex.quote, candidates[best])
     flag = "" if best == separator else f"--csv-separator {shlex.quote(best)} "
-    wanted = (given.image_column, DataSpec.csv_image_key), (given.caption_column, DataSpec.csv_caption_key)
-    missing = [name for name, default in wanted if name != default and not _matching(headers[best], name, default, ())]
+    missing = [name for name in (image_column, caption_column) if name and not _matching(headers[best], name, name, ())]
     found = (
         f"has no column {' and no '.join(map(repr, missing))}" if missing else "shows no columns of paths and captions"
     )
@@ -206,10 +208,11 @@ def _columns_of_images(path: str, separator: str) -> list[str]:
     return []
 
 
-def _matching(header: Sequence[str], given: str, default: str, known: Collection[str]) -> list[str]:
-    if given != default or given in header:
-        return [given] if {*_caption_columns(header, given)} <= {*header} else []
-    return [column for column in header if column.strip().lower() in known]
+def _matching(header: Sequence[str], given: str | None, usual: str, known: Collection[str]) -> list[str]:
+    if given is None and usual not in header:
+        return [column for column in header if column.strip().lower() in known]
+    name = usual if given is None else given
+    return [name] if {*_caption_columns(header, name)} <= {*header} else []
 
 
 def _caption_columns(header: Collection[str], given: str) -> list[str]:

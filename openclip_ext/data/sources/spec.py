@@ -44,8 +44,9 @@ class DataSpec:
         "of the images",
     )
     csv_separator: str = cli_field("\t")
-    csv_image_key: str = cli_field("filepath", dest="csv_img_key")  # column with the paths of the images
-    csv_caption_key: str = cli_field("title")
+    # Columns of a table. None means OpenCLIP's (``filepath`` and ``title``) in a CSV file, or else the only suitable column.
+    csv_image_key: str | None = cli_field(None, dest="csv_img_key")
+    csv_caption_key: str | None = cli_field(None)
     caption_template: str = cli_field(
         "a photo of a {}", "caption of the images in a class folder; {} is the folder's name"
     )

@@ -33,8 +33,8 @@ class TableSource(RowSource):
         path: Parquet or JSON-lines file (or a pattern of files), folder of ``Dataset.save_to_disk``, or folder with a
             subfolder of images for each class.
         image_column: Column with images or their paths. None means the only suitable column.
-        caption_column: Column with a caption, a list of captions, or a class; or several columns, separated by ``;``. None
-            means the only suitable column.
+        caption_column: Column with a caption, a list of captions, captions by name (such as by language), or a class; or
+            several columns, separated by ``;``. None means the only suitable column.
         template: Caption of an image with a class. ``{}`` is the name of the class.
         hard_negative_column: Column with captions that do not fit the images, like ``caption_column``. None means no column.
 
@@ -83,7 +83,7 @@ class TableSource(RowSource):
         for rows in captions.iter(batch_size=10_000):
             content.update(repr(list(rows.values())).encode(errors="surrogateescape"))
             # The first rows may be empty, and JSON lines may contain texts and lists in one column.
-            self.several_captions |= any(isinstance(value, list) for value in rows[self._texts[0]])
+            self.several_captions |= any(isinstance(value, list | dict) for value in rows[self._texts[0]])
         for image, size in _places_of_images(table, self._image):
             content.update(repr((_below(image, path), size)).encode(errors="surrogateescape"))
         super().__init__(path, len(table), content.hexdigest())
@@ -110,6 +110,7 @@ class TableSource(RowSource):
             value = row[name]
             if name in self._classes and value is not None:
                 value = self._classes[name][value]
+            value = [*value.values()] if isinstance(value, dict) else value
             found += value if isinstance(value, list) else [value]
         return [text for text in found if isinstance(text, str) and text.strip()]
 
@@ -191,13 +192,18 @@ def _holds_image(name: str, feature: Any) -> bool:
 def _holds_caption(name: str, feature: Any) -> bool:
     from datasets import ClassLabel
 
-    inner = getattr(feature, "feature", None)  # of a list of texts
-    is_text = _is_text(feature) or (inner is not None and _is_text(inner))
-    return isinstance(feature, ClassLabel) or (is_text and name.lower() in CAPTION_COLUMNS)
+    return isinstance(feature, ClassLabel) or (_has_texts(feature) and name.lower() in CAPTION_COLUMNS)
 
 
 def _holds_text(name: str, feature: Any) -> bool:
-    return _is_text(feature) and name.lower() not in (*LABEL_COLUMNS, *IMAGE_COLUMNS)
+    return _has_texts(feature) and name.lower() not in (*LABEL_COLUMNS, *IMAGE_COLUMNS)
+
+
+def _has_texts(feature: Any) -> bool:
+    """Return whether the cells of a column are texts, lists of texts, or texts by name (such as by language)."""
+    if isinstance(feature, dict):
+        return all(map(_is_text, feature.values()))
+    return _is_text(feature) or _is_text(getattr(feature, "feature", None))
 
 
 def _is_text(feature: Any) -> bool:
