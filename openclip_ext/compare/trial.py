@@ -61,7 +61,7 @@ class Trial:
             if data.texts is not None:
                 texts = copy.copy(data.texts)
                 texts.shrink(built.model)
-                built = replace(built, tokenizer=texts)
+                built = replace(built, tokenizer=texts, padding=None)
             if data.train is not None:
                 data.train.reference = data.reference
             self.trainer = build(config, plan, device, None, Start(), source=data.train, built=built)

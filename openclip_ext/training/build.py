@@ -93,6 +93,7 @@ def build(
         from openclip_ext.training.validation import build_tasks
 
         tasks = build_tasks(plan.evaluation, built, plan.step, getattr(loader, "held_out", None))
+    measured = min(MEASURED_STEPS, steps_per_epoch), plan.loss.options.get("equal_captions"), built.padding
     reporting = plan.reporting, position.step, steps_left, steps_per_epoch, flags, loss.steers
     return Trainer(
         step=step,
@@ -104,14 +105,8 @@ def build(
         reporter=Reporter(folder, *reporting),
         tasks=tasks,
         position=position,
-        batch_report=_batch_report(plan, built, steps_per_epoch) if position.step == 0 else None,
+        batch_report=BatchReport(*measured) if position.step == 0 else None,
     )
-
-
-def _batch_report(plan: RunPlan, built: models.BuiltModel, steps_per_epoch: int) -> BatchReport:
-    """Return the report of the run's first batches. The last token of an empty text is padding."""
-    padding = None if built.tokenizer is None else int(built.tokenizer([""])[0, -1])  # no tokenizer on the meta device
-    return BatchReport(min(MEASURED_STEPS, steps_per_epoch), plan.loss.options.get("equal_captions"), padding)
 
 
 def _loader(

@@ -81,6 +81,7 @@ class BuiltModel:
     preprocess_val: Callable
     tokenizer: Callable
     device: torch.device
+    padding: int | None  # the token that fills texts up to the context length; None if texts have no fixed length
 
 
 def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltModel:
@@ -130,7 +131,8 @@ def build_model(config: ModelConfig, device: torch.device, seed: int) -> BuiltMo
     if config.grad_checkpointing:
         model.set_grad_checkpointing()
     images = image_pipeline(preprocess_train, config.image_backend)
-    return BuiltModel(model, images, preprocess_val, tokenizer, device)
+    padding = int(tokenizer([""])[0, -1]) if has_values else None  # an empty text ends with it
+    return BuiltModel(model, images, preprocess_val, tokenizer, device, padding)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ class BatchReport:
 
     Args:
         equal_captions: The loss's option; None for a loss without it.
-        padding: The token that fills texts up to the context length; None for a model without texts.
+        padding: The token that fills texts up to the context length; None if texts have no fixed length.
     """
 
     def __init__(self, steps: int, equal_captions: str | None, padding: int | None) -> None:
