@@ -84,6 +84,7 @@ def test_a_change_of_the_recipe_runs_at_one_rate_with_all_seeds():
         ("fine-tune-small-temperature", fine_tune.COMPARISONS["temperatures"]),
         ("fine-tune-siglip", fine_tune.COMPARISONS["siglip"]),
         ("fine-tune-clip-arts", fine_tune.COMPARISONS["losses"]),
+        ("fine-tune-demo", fine_tune.COMPARISONS["losses"]),
         ("fine-tune-queueclip-start", fine_tune.COMPARISONS["losses"]),
         ("fine-tune-recipe", fine_tune.COMPARISONS["recipe"]),
     ],
