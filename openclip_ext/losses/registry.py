@@ -125,7 +125,8 @@ def create_loss(
     steps: int = 0,
     **options: Any,
 ) -> "ContrastiveLoss":
-    """Create a loss, with the same defaults as ``openclip-ext train --loss``.
+    """Create a loss, with the same defaults as ``openclip-ext train --loss`` (which raises ``lr_tau`` in short runs).
+
 
     Args:
         name: A name in :func:`list_losses`, or ``my.module:METHOD`` for your own loss.
