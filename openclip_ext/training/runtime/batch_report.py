@@ -12,7 +12,7 @@ from openclip_ext.cli.messages import get_logger
 logger = get_logger(__name__)
 
 MEASURED_STEPS = 10
-# Smallest share of repeating samples that is reported.
+# Smallest share of samples that is reported.
 _NOTABLE_SHARE = 0.05
 
 
@@ -40,7 +40,6 @@ class BatchReport:
         if self._padding is not None:
             # A text without padding has exactly the context length, or more likely, it was longer.
             columns.append(torch.cat([batch["text"][:, -1] for batch in batches]) != self._padding)
-            self._length = batches[0]["text"].shape[1]
         self._steps.append(torch.stack(columns))
         self._left -= 1
         if self._left:
@@ -54,7 +53,7 @@ class BatchReport:
     def _report_cut_captions(self, share: float) -> None:
         if share >= _NOTABLE_SHARE:
             logger.info(
-                f"{share:.0%} of the captions fill all {self._length} tokens, so they are probably cut. To train on all "
+                f"{share:.0%} of the captions fill the model's context length, so they are probably cut. To train on all "
                 "sentences, set --draw-sentences."
             )
 
