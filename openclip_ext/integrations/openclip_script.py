@@ -110,7 +110,8 @@ def _extended_create_loss(original: Callable) -> Callable:
         given = ", ".join(OPTIONS[option].flag for option in _IGNORED_BY_OPENCLIP if option in options)
         if asked.learns_logit_scale and given:
             logger.warning(f"{given}: no effect on --loss {name} in OpenCLIP's loop. {_USE_OURS}")
-        loss = registry.create_loss(name, embed_dim=compat.embedding_dim(args.model), **options)
+        steps = args.epochs * ((args.train_num_samples or 0) // (args.batch_size * args.world_size))
+        loss = registry.create_loss(name, embed_dim=compat.embedding_dim(args.model), steps=steps, **options)
         if not loss.learns_logit_scale:
             loss.register_forward_hook(_with_zero_gradient, with_kwargs=True)
         return loss

@@ -122,10 +122,13 @@ class NormalizerPart(Part):
 
 @dataclass(frozen=True)
 class TemperaturePart(Part):
-    """A temperature scheme that can be a part of losses. ``long_run_temperature``: default ``temperature`` of long runs."""
+    """A temperature scheme that can be a part of losses."""
 
     kind = "temperature_scheme"
-    long_run_temperature: ClassVar[float | None] = None
+
+    def in_run(self, steps: int) -> "TemperaturePart":
+        """Return this scheme with its defaults in a run of so many optimizer steps. 0 means that the number is unknown."""
+        return self
 
 
 @dataclass(frozen=True)

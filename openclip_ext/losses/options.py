@@ -90,6 +90,27 @@ class Memory(HasOptions):
 
 # --- temperature schemes ---------------------------------------------------------------------------------------------
 
+# Expected change of log τ in a run: from OpenCLIP's initial τ, 0.07, to 0.03, as at the end of the papers' runs.
+_LOG_TAU_RANGE = math.log(0.07 / 0.03)
+_LARGEST_RAISED_RATE = 5e-4
+# A run with fewer optimizer steps is too short to train τ.
+_FEWEST_STEPS = 100
+# A solved temperature starts at a lower value in runs with at least so many steps.
+_LONG_RUN_STEPS, _LONG_RUN_TEMPERATURE = 700, 0.07
+
+
+@dataclass(frozen=True)
+class Learned(LearningRate, TemperaturePart):
+    """A scheme that trains the model's ``log(1/τ)``. In a short run, ``lr_tau`` is larger, so that τ converges.
+
+    Adam moves a parameter by about its learning rate per step, and the papers' learning rates are for about 10⁵ steps.
+    """
+
+    def in_run(self, steps: int) -> TemperaturePart:
+        if self.lr_tau is None or steps < _FEWEST_STEPS:
+            return self
+        return replace(self, lr_tau=max(self.lr_tau, min(_LOG_TAU_RANGE / steps, _LARGEST_RAISED_RATE)))
+
 
 @dataclass(frozen=True)
 class Constant(Temperature, TemperaturePart):
@@ -98,7 +119,7 @@ class Constant(Temperature, TemperaturePart):
 
 
 @dataclass(frozen=True)
-class Unregularized(LearningRate, Bounds, Temperature, TemperaturePart):
+class Unregularized(Learned, Bounds, Temperature):
     """The scheme ``global`` of objectives without a regularizer."""
 
     name = "global"
@@ -106,7 +127,7 @@ class Unregularized(LearningRate, Bounds, Temperature, TemperaturePart):
 
 
 @dataclass(frozen=True)
-class Global(Epochs, LearningRate, Bounds, Temperature, Rho, TemperaturePart):
+class Global(Epochs, Learned, Bounds, Temperature, Rho):
     """The scheme ``global``. With ``slow_when_small``, the learning rate is divided by three while ``τ ≤ 0.03``."""
 
     name = "global"
@@ -135,10 +156,12 @@ class Solved(Bounds, Temperature, Rho, TemperaturePart):
     name = "solved"
     module = "openclip_ext.contrastive.solved_temperature:SolvedTemperature"
     needs = ("embed_dim",)
-    long_run_temperature = 0.07
     temperature_queue: int = option(
         4096, "number of recent embeddings from which a solved temperature is computed", symbol="m", minimum=2
     )
+
+    def in_run(self, steps: int) -> TemperaturePart:
+        return self if steps < _LONG_RUN_STEPS else replace(self, temperature=_LONG_RUN_TEMPERATURE)
 
 
 @dataclass(frozen=True)

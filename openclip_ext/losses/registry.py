@@ -28,7 +28,6 @@ from openclip_ext.losses.options import (
 if TYPE_CHECKING:
     from openclip_ext.contrastive.loss import ContrastiveLoss
 
-_LONG_RUN_STEPS = 700
 _REQUIREMENTS = {
     "embed_dim": "the embedding dimension of the model",
     "num_samples": "the number of training samples",
@@ -125,8 +124,7 @@ def create_loss(
     steps: int = 0,
     **options: Any,
 ) -> "ContrastiveLoss":
-    """Create a loss, with the same defaults as ``openclip-ext train --loss`` (which raises ``lr_tau`` in short runs).
-
+    """Create a loss. With ``steps``, it has the same defaults as ``openclip-ext train --loss``.
 
     Args:
         name: A name in :func:`list_losses`, or ``my.module:METHOD`` for your own loss.
@@ -135,8 +133,9 @@ def create_loss(
         reference_dim: Embedding dimension of a reference model. Each call then needs the reference's embeddings as
             ``reference=(image, text)``. None (default) means no reference model. With a reference model, every loss is
             composed of parts, even ``openclip``.
-        steps: Number of optimizer steps of the run. In a long run, a solved temperature starts lower. 0 (default) means a
-            short run.
+        steps: Number of optimizer steps of the run. In a long run, a solved temperature starts lower. In a short run, a
+            learned temperature has a larger ``lr_tau``. 0 (default) means the initial value of short runs and the ``lr_tau``
+            of long runs.
         options: See :data:`OPTIONS`. All have a default. ``hard_share`` sets ``rho``: ``hard_share = exp(−ρ)``.
 
     Returns:
@@ -292,12 +291,10 @@ def _with_parts(method: Method, options: Mapping[str, Any], steps: int = 0, pret
     choices = CHOICES | {(part.kind, part.name): part for part in (*method.other_parts, *method.nested().values())}
     parts: dict[str, Any] = {kind: choices[kind, name] for kind, name in names.items() if name}
     method = replace(method, **parts, reference=ReferencePart() if REFERENCE_OPTIONS & options.keys() else None)
-    scheme, defaults = method.temperature_scheme, {}
+    scheme = method.temperature_scheme
     if getattr(scheme, "lr_tau", 0) is None and method.normalizer.lr_tau is not None:
-        defaults["lr_tau"] = method.normalizer.lr_tau
-    if steps >= _LONG_RUN_STEPS and scheme.long_run_temperature is not None:
-        defaults["temperature"] = scheme.long_run_temperature
-    method = replace(method, temperature_scheme=scheme.with_options(defaults))
+        scheme = scheme.with_options({"lr_tau": method.normalizer.lr_tau})
+    method = replace(method, temperature_scheme=scheme.in_run(steps))
     _check_parts(method)
     return method
 

@@ -24,7 +24,7 @@ from openclip_ext.training.checkpoint import restoring, saving
 from openclip_ext.training.checkpoint.finding import Start
 from openclip_ext.training.checks import check_combination, doubtful_settings, other_batch, slow_precision
 from openclip_ext.training.config import Config, RunPlan
-from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name, logit_scale_lr
+from openclip_ext.training.optimizer import create_optimizer, create_schedule, full_name
 from openclip_ext.training.runtime import run_folder
 from openclip_ext.training.runtime.batch_report import MEASURED_STEPS, BatchReport
 from openclip_ext.training.runtime.reporting import Reporter
@@ -69,8 +69,7 @@ def build(
     loss = models.build_loss(plan.loss, plan.model.name, built.model, loader.num_samples, device, reference, options)
     check_combination(plan, loss, plan.world_size, compat.is_captioner(built.model))
     models.initialize(built.model, loss, weights, is_fresh=start.checkpoint is None)
-    temperature_lr = _temperature_lr(plan, loss, steps)
-    step = _train_step(plan, built, loss, device, temperature_lr)
+    step = _train_step(plan, built, loss, device)
 
     settings = run_folder.settings(flags, options) | {"reference_weights": reference and reference.about.get("weights")}
     settings["pretrained_weights"] = _pretrained_weights(weights if folder else None, start)
@@ -98,7 +97,7 @@ def build(
     return Trainer(
         step=step,
         loader=loader,
-        schedule=create_schedule(plan.schedule, step.optimizer, steps_per_epoch, temperature_lr),
+        schedule=create_schedule(plan.schedule, step.optimizer, steps_per_epoch, loss.logit_scale_lr),
         length=plan.length,
         policy=plan.saving,
         identity=identity,
@@ -130,12 +129,10 @@ def _loader(
     )
 
 
-def _train_step(
-    plan: RunPlan, built: models.BuiltModel, loss: ContrastiveLoss, device: torch.device, temperature_lr: float | None
-) -> TrainStep:
+def _train_step(plan: RunPlan, built: models.BuiltModel, loss: ContrastiveLoss, device: torch.device) -> TrainStep:
     """Return the training step of the distributed model, with its optimizer and average of weights."""
     model = parallel.distribute(built.model, plan.parallel, device, keep_whole=plan.evaluation.is_wanted)
-    optimizer = create_optimizer(model, plan.optimizer, temperature_lr, loss.model_head())
+    optimizer = create_optimizer(model, plan.optimizer, loss.logit_scale_lr, loss.model_head())
     ema = None
     if plan.step.model_ema_decay is not None:
         from openclip_ext.training.ema import ModelEma
@@ -197,18 +194,6 @@ def _embedded(
     write_embeddings(encoder, source, spec, output, of_model, flag)
     distributed.barrier()
     return EmbeddingStore.open(output, source.num_samples, source.index_digest, **spec.keys)
-
-
-def _temperature_lr(plan: RunPlan, loss: ContrastiveLoss, steps: int) -> float | None:
-    """Return the temperature's learning rate. If the user did not set it, it is larger in a short run."""
-    if "lr_tau" in plan.loss.given:
-        return loss.logit_scale_lr
-    rate = logit_scale_lr(loss.logit_scale_lr, steps)
-    if rate != loss.logit_scale_lr:
-        logger.info(
-            f"lr_tau is {rate:.3g} instead of {loss.logit_scale_lr:g}, because the run has only {steps:,} steps."
-        )
-    return rate
 
 
 def _identity(plan: RunPlan, loader: "AnyTrainLoader | RehearsalLoader", settings: dict[str, object]) -> RunIdentity:

@@ -3,7 +3,6 @@
 import ast
 import fnmatch
 import itertools
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -237,24 +236,6 @@ def depths(tower: str, names: list[str]) -> dict[str, int]:
     depth = {number: len(numbers) - place for place, number in enumerate(numbers)}
     outside = {name: 0 if _AFTER.search(name) or not _BEFORE.search(name) else len(numbers) + 1 for name in names}
     return {name: outside[name] if match is None else depth[int(match[1])] for name, match in found.items()}
-
-
-# Expected change of log τ in a run: from OpenCLIP's initial τ, 0.07, to 0.03, as at the end of the papers' runs.
-_LOG_TAU_RANGE = math.log(0.07 / 0.03)
-_LARGEST_LOGIT_SCALE_LR = 5e-4
-# A run with fewer optimizer steps is too short to train τ, so it keeps the loss's default learning rate of ``log(1/τ)``.
-_FEWEST_STEPS = 100
-
-
-def logit_scale_lr(default: float | None, total_steps: int) -> float | None:
-    """Return the learning rate of ``log(1/τ)``: the loss's ``default``, or in a short run a larger one, so that τ converges.
-
-    Adam moves a parameter by about its learning rate per step, and the papers' learning rates are for about 10⁵ steps. None
-    means that ``log(1/τ)`` has the learning rate of the encoders.
-    """
-    if default is None or total_steps < _FEWEST_STEPS:
-        return default
-    return max(default, min(_LOG_TAU_RANGE / total_steps, _LARGEST_LOGIT_SCALE_LR))
 
 
 def schedule_rate(optimizer: torch.optim.Optimizer) -> float:

@@ -54,6 +54,7 @@ from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.diagnostics.estimation_error import measure
 from openclip_ext.evaluation.ranks import ranks_of_best_match
 from openclip_ext.files.writing import file_lock, output_path
+from openclip_ext.losses.registry import check_options
 from openclip_ext.model_configs import add_model_configs
 from openclip_ext.training import flags
 from openclip_ext.training.config import LossConfig
@@ -162,7 +163,7 @@ class GridRun(Trial):
             trainer.loss.attach(self.model)
         if "temperature" in run.setting:
             nn.init.constant_(scale, -math.log(run.setting["temperature"]))
-        rate = run.setting.get("lr_tau", trainer.loss.logit_scale_lr)
+        rate = run.setting.get("lr_tau", check_options(loss.name, **options).logit_scale_lr)
         scale.requires_grad_(scale.requires_grad and rate != 0)
         optimizer = create_optimizer(self.model, plan.optimizer, rate, trainer.loss.model_head())
         trainer.step.optimizer = optimizer

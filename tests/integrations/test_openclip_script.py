@@ -62,6 +62,12 @@ def test_openclip_builds_our_loss_with_the_options_of_args():
     assert image.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize(("samples", "start"), [(None, 0.1), (64 * 2 * 70 - 1, 0.1), (64 * 2 * 70, 0.07)])
+def test_a_solved_temperature_starts_as_in_our_training(samples: int | None, start: float):
+    args = openclip_args(loss="queueclip", epochs=10, batch_size=64, world_size=2, train_num_samples=samples)
+    assert open_clip.create_loss(args).initial_logit_scale == pytest.approx(-math.log(start))
+
+
 def test_the_models_temperature_has_a_gradient_even_if_the_loss_does_not_train_it():
     """DistributedDataParallel needs the gradient in each step."""
     loss = open_clip.create_loss(openclip_args(loss="neuclip", loss_options={"temperature_scheme": "constant"}))

@@ -20,7 +20,14 @@ from openclip_ext.contrastive.temperature import ConstantTemperature, Temperatur
 from openclip_ext.losses import registry
 from openclip_ext.losses.method import Method, NormalizerPart, Scaled, TemperaturePart, option
 from openclip_ext.losses.options import NEUCLIP, OPTIONS, Constant, Minibatch, MovingAverage
-from openclip_ext.losses.registry import check_options, create_loss, list_losses, options_used_by, register_method
+from openclip_ext.losses.registry import (
+    check_options,
+    create_loss,
+    list_losses,
+    options_used_by,
+    register_method,
+    run_defaults,
+)
 from tests.losses.cases import SAMPLES, WIDTH, make_steps, restore_registry, run_step
 
 COMPOSED = [name for name in list_losses() if "normalizer" in options_used_by(name)]
@@ -160,6 +167,33 @@ def test_a_preset_is_its_parts() -> None:
     # A loss may change the defaults of its own parts. These defaults do not apply if another part is selected.
     assert options_used_by("fastclip", temperature_scheme="per-sample")["lr_tau"] == 0.0133
     assert options_used_by("neuclip", normalizer="mlp")["normalizer_lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "rate"),
+    [
+        ("neuclip-paper", 0, 1.25e-4),
+        ("neuclip-paper", 99, 1.25e-4),
+        ("neuclip-paper", 200, 5e-4),
+        ("neuclip-paper", 2_750, math.log(0.07 / 0.03) / 2_750),
+        ("neuclip-paper", 6_900, 1.25e-4),
+        ("fastclip", 2_750, math.log(0.07 / 0.03) / 2_750),
+        ("fastclip", 4_300, 2e-4),
+        ("fastclip-v0", 2_750, None),
+        ("queueclip", 2_750, None),
+        ("openclip", 2_750, None),
+    ],
+)
+def test_a_learned_temperature_has_a_larger_rate_in_a_short_run(name: str, steps: int, rate: float | None) -> None:
+    sizes = {"embed_dim": WIDTH, "num_samples": SAMPLES, "steps": steps}
+    assert create_loss(name, **sizes).logit_scale_lr == pytest.approx(rate)
+    if rate is not None:
+        assert create_loss(name, **sizes, lr_tau=1e-5).logit_scale_lr == 1e-5
+
+
+def test_the_learning_rates_of_own_temperatures_do_not_depend_on_the_steps() -> None:
+    assert run_defaults("isogclr", {}, steps=200)["lr_tau"] == 0.0133
+    assert run_defaults("tempnet", {}, steps=200)["lr_tau"] == 3e-5
 
 
 @pytest.mark.parametrize("name", COMPOSED)

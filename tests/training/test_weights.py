@@ -21,7 +21,6 @@ from openclip_ext.training.optimizer import (
     create_optimizer,
     create_schedule,
     depths,
-    logit_scale_lr,
     lr_scales,
 )
 from openclip_ext.training.step import StepSettings, TrainStep
@@ -129,16 +128,6 @@ def test_the_schedule_keeps_the_scales():
         assert all(group["lr"] == pytest.approx(plain * group[SCALE]) for group in encoders)
         assert optimizer.param_groups[-1]["lr"] == 3e-4
     assert len({group[SCALE] for group in encoders}) == 5  # one in the image tower, four in the two-layer text tower
-
-
-def test_a_short_run_takes_a_larger_rate():
-    assert logit_scale_lr(1.25e-4, 100_000) == 1.25e-4
-    assert logit_scale_lr(1.25e-4, 6_700) > 1.25e-4
-    assert logit_scale_lr(1.25e-4, 2_750) == pytest.approx(3.08e-4, rel=1e-3)
-    assert logit_scale_lr(1.25e-4, 200) == 5e-4
-    assert logit_scale_lr(1e-2, 2_750) == 1e-2
-    assert logit_scale_lr(1.25e-4, 99) == 1.25e-4
-    assert logit_scale_lr(None, 2_750) is None
 
 
 def test_the_cosine_ends_at_its_floor():
