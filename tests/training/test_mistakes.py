@@ -166,6 +166,8 @@ DOUBTFUL = [
     ("--precision pure_bf16 --lr 1e-6", "amp_bf16"),
     ("--val-data x.tar", "--val-data is the training data"),
     ("--keep-data x.tar", "--keep-data is the training data"),
+    ("--keep-data y.tar --val-data y.tar", "--val-data is --keep-data"),
+    ("--keep-data y.tar --val-data z.tar", ""),
     ("--precision bf16 --lr 1e-4", "amp_bf16"),
     ("--precision pure_bf16 --lr 5e-4", ""),
     ("--precision pure_bf16 --lr 1e-6 --lr-text 1e-3", ""),
