@@ -237,6 +237,14 @@ def test_the_only_column_of_texts_has_the_captions(tmp_path):
     assert TableSource(str(tmp_path / "pairs.parquet")).row(3)[1] == ["sample 3"]
 
 
+def test_a_file_with_brackets_in_its_name_is_no_pattern(tmp_path):
+    for name, count in (("pairs [a].parquet", 3), ("pairs a.parquet", 5)):
+        rows = {key: values[:count] for key, values in columns().items()}
+        datasets.Dataset.from_dict(rows).to_parquet(tmp_path / name)
+    source = TableSource(str(tmp_path / "pairs [a].parquet"))
+    assert source.num_samples == 3 and source.files() == [str(tmp_path / "pairs [a].parquet")]
+
+
 def test_a_given_column_of_paths_has_no_captions(tmp_path):
     table = tmp_path / "pairs.jsonl"
     rows = [{"Foto": f"{number}.png", "Titel": f"sample {number}"} for number in range(ROWS)]

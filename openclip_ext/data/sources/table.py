@@ -105,7 +105,7 @@ class TableSource(RowSource):
         if os.path.isdir(self.path):
             files = list(files_below(self.path))
         else:
-            files = sorted(glob.glob(self.path)) or [self.path]
+            files = [self.path] if os.path.isfile(self.path) else sorted(glob.glob(self.path)) or [self.path]
         images = (path for path, size in _places_of_images(self._table, self._image) if path and not size)
         return list(dict.fromkeys([*files, *(located(path, self.path) for path in images)]))
 
@@ -134,7 +134,9 @@ def _load(path: str) -> Any:
         elif os.path.isdir(path):
             return _load_class_folders(path)
         else:
-            return datasets.load_dataset(TABLE_LOADERS[ending], data_files=path, split="train")
+            # The name of an existing file is no pattern, as for shards, even if it contains brackets.
+            files = glob.escape(path) if os.path.isfile(path) else path
+            return datasets.load_dataset(TABLE_LOADERS[ending], data_files=files, split="train")
     except Exception as error:  # the library and pyarrow raise many types of errors
         raise ValueError(
             f"{path} cannot be read as a table: {' '.join(str(error).split())[:200]}; {DATA_FORMATS}"
