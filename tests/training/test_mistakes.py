@@ -1,6 +1,7 @@
 """For a wrong command line, the program exits with status 2, and prints one line with the mistake and its fix."""
 
 import json
+import tarfile
 from contextlib import nullcontext
 
 import open_clip
@@ -51,6 +52,7 @@ MISTAKES = [
     ("--lr-scheduler linear", "--lr-scheduler linear: expected one of cosine, const, const-cooldown"),
     ("--model vit-b-32", "did you mean ViT-B-32?"),
     ("--model RN50 --pretrained cc13m", "a tag of RN50; did you mean cc12m?; tags of RN50: openai"),
+    ("--caption-template {c}", "--caption-template '{c}': expected {} for the name of the class"),
     ("--force-image-size 0", "--force-image-size 0: expected one positive number, or the height and the width"),
     ("--image-mean 1 2", "--image-mean [1.0, 2.0]: expected three numbers"),
     ("--aug-cfg scale", "--aug-cfg: expected NAME=VALUE"),
@@ -213,6 +215,8 @@ def desk(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
+    with tarfile.open(tmp_path / "pairs.tar", "w") as tar:
+        tar.add(tmp_path / "x.csv", "x.csv")
     weights = {"epoch": 1, "name": "x", "state_dict": {"visual.conv.weight": torch.zeros(2)}, "optimizer": {}}
     lightning = {"epoch": 1, "state_dict": {}, "optimizer_states": [], "pytorch-lightning_version": "2.6"}
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
@@ -266,6 +270,7 @@ def test_a_text_is_no_command_line():
         ("--resume other.pt", "other.pt"),
         ("--resume lightning.ckpt", "Trainer.fit(..., ckpt_path=...)"),
         *((f"--pretrained {name}.pt", f"{name}.pt is not a checkpoint of --model") for name in ("empty", "text")),
+        ("--pretrained pairs.tar", "expected only tensors and plain types"),
     ],
 )
 def test_weights_that_do_not_fit_are_one_line(flags, message, desk, monkeypatch, capsys):
