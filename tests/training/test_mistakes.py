@@ -135,6 +135,7 @@ MISTAKES = [
     ("--lr 5", "--lr 5.0 is too high for AdamW: expected at most 1"),
     ("--pretrained folder", "--pretrained folder is a folder: expected a file of weights"),
     ("--name ../up", "--name ../up is a path: expected a name"),
+    ("--name .", "--name . is a path: expected a name"),
     ("--logs s3://b/runs", "is a URL: expected a local path. Use a local --logs; --remote-sync s3://b/runs"),
     ("--recipe cc3m --loss sogclr --views 2", "is for images with texts, not for --views 2"),
     ("--loss queueclip --distill 1", "--distill: needs --reference FOLDER"),
