@@ -175,10 +175,11 @@ def create_model(
     if siglip_start:
         options |= SIGLIP_START
     # OpenCLIP does not load weights with a bias into a model without one.
+    weights = pretrained or hub_weights(name, options.get("cache_dir"))
     leaves_out_bias = (
         not siglip_start
-        and pretrained is not None
-        and has_logit_bias(Path(pretrained))
+        and weights is not None
+        and has_logit_bias(Path(weights))
         and (architecture(name, options.get("cache_dir")) or {}).get("init_logit_bias") is None
     )
     if leaves_out_bias:
@@ -188,9 +189,9 @@ def create_model(
     )
     if leaves_out_bias:
         built[0].logit_bias = None
-        logger.info(f"The logit_bias in {pretrained} is left out. Only --loss siglip uses it.")
+        logger.info(f"The logit_bias in {weights} is left out. Only --loss siglip uses it.")
     decoder = getattr(built[0], "text_decoder", None)
-    if decoder is not None and not (pretrained or hub_weights(name, options.get("cache_dir"))):
+    if decoder is not None and weights is None:
         # OpenCLIP 3.3 has an initialization with this formula, but never calls it.
         torch.nn.init.normal_(decoder.text_projection, std=decoder.width**-0.5)
         logger.info("text_decoder.text_projection is initialized here, because OpenCLIP leaves it uninitialized")

@@ -16,7 +16,8 @@ class UsageError(ValueError):
 
 def one_line(error: Exception) -> str:
     """Shorten an error message of ``torch.load`` or ``load_state_dict``, because the full message may list all weights."""
-    if isinstance(error, pickle.UnpicklingError | LookupError):
+    # PyTorch's other errors about weights_only advise a setting that runs code of the file.
+    if isinstance(error, pickle.UnpicklingError | LookupError) or "weights_only" in str(error):
         return "expected only tensors and plain types, found other objects (the file may be corrupt)"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2])[:200]

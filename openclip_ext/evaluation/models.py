@@ -149,7 +149,10 @@ def _create(
     name: str, source: str | None, is_file: bool, is_of_run: bool, options: dict[str, Any], precision: str
 ) -> tuple[Any, Callable[[Any], Tensor], Callable[[list[str]], Tensor]]:
     """Return the model with its weights, its transform and its tokenizer."""
-    if source is not None and is_file and compat.has_logit_bias(Path(source)):
+    file = source if is_file else None
+    if source is None:
+        file = compat.hub_weights(name, options.get("cache_dir"))
+    if file is not None and compat.has_logit_bias(Path(file)):
         # OpenCLIP's configurations lack the bias of the sigmoid loss, so strict loading would reject the checkpoint.
         options = {"init_logit_bias": 0.0, **options}
     # In two cases, the file is loaded after OpenCLIP has created the model. OpenCLIP ignores a file for hf-hub: and local-dir:

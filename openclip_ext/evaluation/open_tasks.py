@@ -5,7 +5,7 @@ image-caption pairs in any format of training data.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import Any
 
 import open_clip
 from timm.data import ImageNetInfo
+from torch import Tensor
 
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.data.loader.build import build_source, data_files, detecting_columns, stamped, with_own_columns
 from openclip_ext.data.sources.keys import LABEL_COLUMNS
 from openclip_ext.data.sources.rows import RowSource
-from openclip_ext.data.sources.source import Source
+from openclip_ext.data.sources.source import BadDataError, Source
 from openclip_ext.data.sources.spec import DataSpec, is_saved
 from openclip_ext.evaluation import metrics
 from openclip_ext.evaluation.encoder import Encoder
@@ -181,7 +182,15 @@ def own_task(
 def retrieval(name: str, spec: DataSpec) -> Retrieval:
     """Return the retrieval task of a set of image-caption pairs."""
     path, digest = Path(str(spec.source)), partial(_digest_of_pairs, spec)
-    return Retrieval(name=name, path=path, batches=lambda encoder: encoder.pairs(spec), digest=digest)
+    return Retrieval(name=name, path=path, batches=partial(_batches, spec), digest=digest)
+
+
+def _batches(spec: DataSpec, encoder: Encoder) -> Iterable[Mapping[str, Tensor]]:
+    """Return the batches of a data set; raise DataError, which is reported without a traceback, if it cannot be read."""
+    try:
+        return encoder.pairs(spec)
+    except (ValueError, OSError, BadDataError) as error:
+        raise DataError(str(error)) from error
 
 
 def _digest_of_pairs(spec: DataSpec) -> str:

@@ -142,8 +142,11 @@ def doubtful_settings(plan: RunPlan) -> Iterator[str]:
     evaluation = plan.evaluation
     other_data = {"--val-data": evaluation.val_data, "--val-classes": evaluation.class_data, "--keep-data": plan.keep}
     for flag, spec in other_data.items():
-        if spec is not None and plan.data is not None and spec.source and spec.source == plan.data.source:
-            yield f"{flag} is the training data: its scores do not show what other data would have. Give held-out data"
+        source = spec.source if spec is not None else ""
+        trained = {"the training data": plan.data, "--keep-data": plan.keep if flag != "--keep-data" else None}
+        same = [name for name, other in trained.items() if other is not None and source and source == other.source]
+        if same:
+            yield f"{flag} is {same[0]}: its scores do not show what other data would have. Give held-out data"
     for flag, data, every in (
         ("--val-data", evaluation.val_data, "--val-frequency"),
         ("--val-classes", evaluation.class_data, "--val-frequency"),
@@ -205,6 +208,11 @@ def _check_model(config: ModelConfig) -> None:
         raise UsageError(str(error)) from error
     name, tag = config.file_name, config.pretrained
     if config.is_folder:  # OpenCLIP reports an error if the folder does not exist
+        if tag and config.name.startswith("local-dir:") and not config.own_weights:
+            raise UsageError(
+                f"--pretrained {tag}: OpenCLIP reads the weights of --model {config.name} only from its folder, which has "
+                "none. Copy the file there as open_clip_pytorch_model.bin (or .safetensors), and remove --pretrained"
+            )
         if tag:
             raise UsageError(f"--pretrained {tag}: --model {config.name} has its own weights. Remove --pretrained")
         return

@@ -119,7 +119,12 @@ class ModelConfig:
     @property
     def weights(self) -> str | None:
         """Tag or file of the initial weights; None means random weights."""
-        return self.pretrained or compat.hub_weights(self.name, self.cache_dir)
+        return self.pretrained or self.own_weights
+
+    @property
+    def own_weights(self) -> str | None:
+        """File of the weights that belong to ``--model``; None if it has none."""
+        return compat.hub_weights(self.name, self.cache_dir)
 
     def create(self, device: "torch.device") -> tuple[Any, Callable, Callable]:
         """Return the unwrapped model, the training transform and the evaluation transform.

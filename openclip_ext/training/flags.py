@@ -142,7 +142,7 @@ def _configured(
     if not args.pretrained and ":" not in args.model:
         raise UsageError(f"--config {args.config} starts from a pretrained model: give --pretrained, a tag or a file")
     has_loss = parsing.chosen(argv, "--loss") is not None or args.siglip
-    loss = [] if has_loss else configuration.loss_argv(args.model)
+    loss = [] if has_loss else configuration.loss_argv(args.model, args.pretrained)
     # argparse keeps existing values of flags that are not given.
     given = parser.parse_args([*argv], argparse.Namespace(**dict.fromkeys(configuration.sized())))
     args = _parsed(parser, [*loss, *configuration.argv(), *argv])
@@ -223,7 +223,7 @@ def _check_together(args: argparse.Namespace) -> None:
     is_synthetic, is_static = args.dataset_type == "synthetic", args.ddp_static_graph
     trains = bool(args.train_data) or is_synthetic
     distills = args.distill_model is not None or args.distill_pretrained is not None
-    is_path = name is not None and (os.path.isabs(name) or os.pardir in Path(name).parts)
+    is_path = name is not None and (os.path.isabs(name) or os.pardir in Path(name).parts or not Path(name).parts)
     reporting_destinations(args.report_to)
     evaluated = ("val_data", "val_classes", "keep_data", "keep_tasks", "imagenet_val", "imagenet_v2", "eval_suite")
     is_misspelled = resume in ("last", "auto", "true", "True", "newest") and not os.path.exists(resume)

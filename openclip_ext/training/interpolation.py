@@ -54,7 +54,9 @@ def choose(own: Mapping[float, float], kept: Mapping[float, float], at_least: fl
         return Choice(max(good), f"the largest α with {share}")
     best = max(good, key=lambda weight: own[weight])  # the first one, so the smallest α, of equal scores
     advice = ""
-    if own[best] <= own[0.0]:
+    if own[0.0] == 1.0:
+        advice = ", but the score before training was 100 %: give harder validation data to see a gain"
+    elif own[best] <= own[0.0]:
         advice = ", but not above the score before training: try a different --lr or more --epochs"
     elif kept and best == 1.0:  # all of the training is kept, and more of it would be allowed
         advice = "; the trained weights keep this much, so a larger --lr or more --epochs may gain more"

@@ -283,6 +283,7 @@ OWN = KINDS["shards"][0]
         (OWN, {"keep": KeepConfig(OWN)}, "--keep-data.*at least 200 pairs, found 100"),
         (OWN, {"keep": KeepConfig("keep/*.tar"), "batch_size": 1}, "--keep-data.*--batch-size"),
         (OWN, {"keep": KeepConfig("keep/*.tar", 0.9), "batch_size": 200}, "--keep-data: too few samples"),
+        (OWN, {"keep": KeepConfig("keep/*.tar"), "batch_size": 200}, "needs 150 of them .150 per micro-batch"),
     ],
 )
 def test_wrong_options_are_refused(data: str, options: dict[str, Any], message: str):

@@ -127,6 +127,8 @@ def test_csv_rows_that_a_quote_hides_are_refused(tmp_path: Path):
         ("a;b;text", {}, "--csv-separator ';' --csv-img-key COLUMN --csv-caption-key text"),
         ("path,title", {"csv_caption_key": "text"}, "--csv-caption-key title"),
         ("path,title", {"csv_separator": ";"}, "--csv-img-key COLUMN"),
+        ("a,b,title", {"csv_image_key": "a;b"}, "--csv-img-key 'a;b' names several columns"),
+        ("a,b,title", {"csv_image_key": "a;b", "csv_caption_key": "title"}, "write a row for each image"),
     ],
 )
 def test_separator_and_columns_of_a_csv_file(
@@ -219,6 +221,10 @@ def test_synthetic_data():
 def test_a_csv_that_cannot_be_used_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="the data set is empty"):
         build(str(write_csv(tmp_path, rows=0)))
+    for name in ("empty.csv", "empty.jsonl", "empty.parquet"):
+        (tmp_path / name).touch()
+        with pytest.raises(ValueError, match=f"the data set is empty: .*{name} has 0 bytes"):
+            build_source(DataSpec(str(tmp_path / name)))
     # pandas would take the first field of each row as its name, and shift the others.
     (tmp_path / "wide.csv").write_text("filepath,title\n0.jpg,a dog, asleep\n1.jpg,a cat\n")
     with pytest.raises(ValueError, match=r"first row has more fields than the header \['filepath', 'title'\]: quote"):

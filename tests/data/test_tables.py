@@ -199,6 +199,11 @@ def test_columns_with_hard_negatives(kind, tmp_path):
         ({"title": ["a"] * ROWS}, {}, r"several columns with captions: caption, title.*--csv-caption-key"),
         ({"photo": columns()["image"]}, {}, r"several columns with images: image, photo.*--csv-img-key"),
         ({}, {"caption_column": "captoin"}, "no column 'captoin'; did you mean caption"),
+        (
+            {},
+            {"image_column": "image;caption"},
+            r"--csv-img-key 'image;caption' names several columns.*a row for each image",
+        ),
     ],
 )
 def test_unclear_columns_are_refused(more, arguments, message, tmp_path):
@@ -230,6 +235,22 @@ def test_the_only_column_of_texts_has_the_captions(tmp_path):
     table = datasets.Dataset.from_dict(columns(label=["a"] * ROWS)).rename_column("caption", "Beschreibung")
     table.to_parquet(tmp_path / "pairs.parquet")
     assert TableSource(str(tmp_path / "pairs.parquet")).row(3)[1] == ["sample 3"]
+
+
+def test_a_file_with_brackets_in_its_name_is_no_pattern(tmp_path):
+    for name, count in (("pairs [a].parquet", 3), ("pairs a.parquet", 5)):
+        rows = {key: values[:count] for key, values in columns().items()}
+        datasets.Dataset.from_dict(rows).to_parquet(tmp_path / name)
+    source = TableSource(str(tmp_path / "pairs [a].parquet"))
+    assert source.num_samples == 3 and source.files() == [str(tmp_path / "pairs [a].parquet")]
+
+
+def test_a_given_column_of_paths_has_no_captions(tmp_path):
+    table = tmp_path / "pairs.jsonl"
+    rows = [{"Foto": f"{number}.png", "Titel": f"sample {number}"} for number in range(ROWS)]
+    table.write_text("\n".join(map(json.dumps, rows)))
+    source = TableSource(str(table), image_column="Foto")
+    assert source.row(3) == ("3.png", ["sample 3"])
 
 
 @pytest.mark.parametrize("write", [write_parquet, save_data_set, write_json_lines, write_class_folders])

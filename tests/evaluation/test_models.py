@@ -41,6 +41,11 @@ def test_a_sigmoid_loss_checkpoint_loads_into_a_stock_configuration(tiny_folder,
     save_file(trained.state_dict(), tmp_path / "siglip.safetensors")
     for name in ("siglip.pt", "siglip.safetensors"):
         assert open_model(tmp_path / name, TINY_MODEL).model.logit_bias.item() == -10
+    config = {"model_cfg": json.loads((tiny_folder / f"{TINY_MODEL}.json").read_text())}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    (tmp_path / "siglip.pt").rename(tmp_path / "open_clip_pytorch_model.bin")
+    (tmp_path / "siglip.safetensors").unlink()
+    assert open_model(f"local-dir:{tmp_path}").model.logit_bias.item() == -10
 
 
 def test_local_dir_models_bring_their_weights(tiny, tiny_folder, tmp_path):

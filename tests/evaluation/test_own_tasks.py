@@ -272,9 +272,13 @@ def test_own_tasks_and_datacomps_share_a_folder_and_a_run(evaluate, photos, tmp_
         (["--tasks", "{photos}", "--template", "a photo"], "--template"),
         (["--val-data", "{photos}", "--template", "a photo of a {{}}"], "--template"),
         (["--tasks", "{photos}/zero"], "no folder"),
+        (["--tasks", "{photos}/pairs.csv"], "has 0 bytes"),
+        (["--val-data", "{photos}/pairs.tar"], "it is empty"),
     ],
 )
 def test_what_is_no_task_is_one_sentence(arguments, word, evaluate, photos, caplog):
+    for name in ("pairs.csv", "pairs.tar"):
+        (photos / name).touch()
     status, found = evaluate(*(text.format(photos=photos) if "{photos" in text else text for text in arguments))
     assert status in (1, 2) and found == {}
     assert any(one in caplog.text for one in word.split("|")) and "Traceback" not in caplog.text

@@ -310,6 +310,8 @@ def test_the_rule_of_the_choice(own, kept, at_least, expected):
 def test_a_training_that_did_not_help_is_said():
     by_weight = dict(zip(QUARTERS, (0.5, 0.4, 0.3, 0.2, 0.1), strict=True))
     assert "different --lr" in choose(by_weight, {}, 0.9).reason
+    perfect = choose(dict.fromkeys(QUARTERS, 1.0), {}, 0.9).reason
+    assert "harder validation data" in perfect and "--lr" not in perfect
 
 
 def test_own_classes_have_the_accuracy_of_stock_openclip(start, shards, tmp_path):
@@ -364,6 +366,9 @@ def finetune(*argv: str) -> list[str]:
         ("--model ViT-B-32 --siglip", "siglip"),
         ("--model coca_ViT-B-32", "openclip"),
         ("--model local-dir:captioner", "openclip"),
+        ("--model demo-vit --pretrained sigmoid.pt", "siglip"),
+        ("--model demo-vit --pretrained sigmoid.pt --loss openclip", "openclip"),
+        ("--model local-dir:sigmoid", "siglip"),
     ],
 )
 def test_the_configuration_has_the_loss_of_the_start(argv, loss, tmp_path, monkeypatch):
@@ -371,6 +376,10 @@ def test_the_configuration_has_the_loss_of_the_start(argv, loss, tmp_path, monke
     (tmp_path / "captioner").mkdir()
     content = json.dumps({"model_cfg": {"multimodal_cfg": {}}})
     (tmp_path / "captioner" / "open_clip_config.json").write_text(content)
+    (tmp_path / "sigmoid").mkdir()
+    (tmp_path / "sigmoid" / "open_clip_config.json").write_text('{"model_cfg": {}}')
+    for name in ("sigmoid.pt", "sigmoid/open_clip_pytorch_model.bin"):
+        torch.save({"state_dict": {"module.logit_bias": torch.tensor(-10.0)}}, tmp_path / name)
     config = plan_of(*finetune(*argv.split()))
     assert config.loss.name == loss
     assert (config.loss.options.get("equal_captions") == "mask") == (loss == "queueclip")

@@ -105,6 +105,18 @@ def test_a_checkpoint_of_openclips_script_can_be_continued(shards, finished, tmp
     assert [step for step, *_ in losses_of(tmp_path / "continued")] == list(range(5, 10))
 
 
+def test_a_checkpoint_of_openclips_script_with_another_loss_names_the_ways_on(shards, finished, tmp_path):
+    """Such a checkpoint does not say which loss trained it. A solved temperature is no parameter of the optimizer."""
+    content = torch.load(finished / "checkpoints" / "epoch_1.pt", weights_only=True)
+    content.pop("step")
+    torch.save(content, tmp_path / "stock.pt")
+    argv = small_command(shards, tmp_path, "other", "openclip", "--resume", str(tmp_path / "stock.pt"))
+    with pytest.raises(
+        UsageError, match=r"resume with the loss and the flags that wrote it, or .* --pretrained .*stock.pt"
+    ):
+        run(argv)
+
+
 def test_resuming_a_finished_run_changes_nothing(shards, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     assert run(small_command(shards, tmp_path, "run", "neuclip", "--resume", "latest", "--lr", "1")) == 0
@@ -136,7 +148,7 @@ def test_a_resume_that_fails_names_the_changed_settings(shards, finished, tmp_pa
     argv = small_command(shards, tmp_path, "run", "neuclip", "--resume", "latest")
     pretrained = finished / "checkpoints" / "epoch_2.pt"
     assert run([*argv, "--pretrained", str(pretrained)], stop_after=2) == EXIT_AFTER_SIGTERM
-    changed = rf"parameter groups\. Changed settings: .*pretrained  \(before: {pretrained}\).*; temperature_scheme "
+    changed = rf"parameter groups\).*\. Changed settings: .*pretrained  \(before: {pretrained}\).*; temperature_scheme "
     with pytest.raises(UsageError, match=changed):
         run(argv)
 

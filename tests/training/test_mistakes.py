@@ -1,6 +1,7 @@
 """For a wrong command line, the program exits with status 2, and prints one line with the mistake and its fix."""
 
 import json
+import tarfile
 from contextlib import nullcontext
 
 import open_clip
@@ -51,6 +52,7 @@ MISTAKES = [
     ("--lr-scheduler linear", "--lr-scheduler linear: expected one of cosine, const, const-cooldown"),
     ("--model vit-b-32", "did you mean ViT-B-32?"),
     ("--model RN50 --pretrained cc13m", "a tag of RN50; did you mean cc12m?; tags of RN50: openai"),
+    ("--caption-template {c}", "--caption-template '{c}': expected {} for the name of the class"),
     ("--force-image-size 0", "--force-image-size 0: expected one positive number, or the height and the width"),
     ("--image-mean 1 2", "--image-mean [1.0, 2.0]: expected three numbers"),
     ("--aug-cfg scale", "--aug-cfg: expected NAME=VALUE"),
@@ -133,6 +135,7 @@ MISTAKES = [
     ("--lr 5", "--lr 5.0 is too high for AdamW: expected at most 1"),
     ("--pretrained folder", "--pretrained folder is a folder: expected a file of weights"),
     ("--name ../up", "--name ../up is a path: expected a name"),
+    ("--name .", "--name . is a path: expected a name"),
     ("--logs s3://b/runs", "is a URL: expected a local path. Use a local --logs; --remote-sync s3://b/runs"),
     ("--recipe cc3m --loss sogclr --views 2", "is for images with texts, not for --views 2"),
     ("--loss queueclip --distill 1", "--distill: needs --reference FOLDER"),
@@ -166,6 +169,8 @@ DOUBTFUL = [
     ("--precision pure_bf16 --lr 1e-6", "amp_bf16"),
     ("--val-data x.tar", "--val-data is the training data"),
     ("--keep-data x.tar", "--keep-data is the training data"),
+    ("--keep-data y.tar --val-data y.tar", "--val-data is --keep-data"),
+    ("--keep-data y.tar --val-data z.tar", ""),
     ("--precision bf16 --lr 1e-4", "amp_bf16"),
     ("--precision pure_bf16 --lr 5e-4", ""),
     ("--precision pure_bf16 --lr 1e-6 --lr-text 1e-3", ""),
@@ -211,6 +216,8 @@ def desk(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
+    with tarfile.open(tmp_path / "pairs.tar", "w") as tar:
+        tar.add(tmp_path / "x.csv", "x.csv")
     weights = {"epoch": 1, "name": "x", "state_dict": {"visual.conv.weight": torch.zeros(2)}, "optimizer": {}}
     lightning = {"epoch": 1, "state_dict": {}, "optimizer_states": [], "pytorch-lightning_version": "2.6"}
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
@@ -264,6 +271,7 @@ def test_a_text_is_no_command_line():
         ("--resume other.pt", "other.pt"),
         ("--resume lightning.ckpt", "Trainer.fit(..., ckpt_path=...)"),
         *((f"--pretrained {name}.pt", f"{name}.pt is not a checkpoint of --model") for name in ("empty", "text")),
+        ("--pretrained pairs.tar", "expected only tensors and plain types"),
     ],
 )
 def test_weights_that_do_not_fit_are_one_line(flags, message, desk, monkeypatch, capsys):

@@ -162,6 +162,32 @@ def test_a_model_folder_is_pretrained(shards, tmp_path, caplog):
     assert "untrained" not in caplog.text + (tmp_path / "measured" / "out.log").read_text()
 
 
+def test_a_model_folder_without_weights_rejects_pretrained(shards, tmp_path):
+    """OpenCLIP ignores --pretrained for folders, so the run would start from random weights."""
+    name = model_folder(tmp_path / "plain", VISION)
+    weights = (tmp_path / "plain" / "open_clip_pytorch_model.bin").rename(tmp_path / "epoch_1.pt")
+    argv = command(shards, tmp_path, "run", "openclip", *of_model(name), "--pretrained", str(weights))
+    with pytest.raises(
+        UsageError, match=r"only from its folder, which has none. Copy the file .*open_clip_pytorch_model.bin"
+    ):
+        run(argv)
+
+
+def test_a_model_folder_may_have_weights_of_the_sigmoid_loss(shards, tmp_path, caplog):
+    """OpenCLIP's script adds the bias by a flag, so the configuration of its checkpoint lacks it."""
+    caplog.set_level("INFO")
+    name = model_folder(tmp_path / "folder", VISION, bias=-9.0)
+    file = tmp_path / "folder" / "open_clip_config.json"
+    content = json.loads(file.read_text())
+    del content["model_cfg"]["init_logit_bias"]
+    file.write_text(json.dumps(content))
+    assert run(command(shards, tmp_path, "run", "openclip", *of_model(name), "--force-image-size", "64")) == 0
+    assert "open_clip_pytorch_model.bin is left out. Only --loss siglip uses it" in caplog.text
+    assert run(command(shards, tmp_path, "sigmoid", "siglip", *of_model(name), "--force-image-size", "64")) == 0
+    state = torch.load(tmp_path / "sigmoid" / "checkpoints" / "epoch_1.pt", weights_only=True)["state_dict"]
+    assert float(state["logit_bias"]) == pytest.approx(-9, abs=0.1)
+
+
 @pytest.mark.parametrize("weight", ["contrastive", "caption"])
 def test_a_captioner_trains_in_two_processes_without_one_of_its_losses(shards, configs, tmp_path, weight):
     """DDP fails at the second step if a trainable parameter gets no gradient."""

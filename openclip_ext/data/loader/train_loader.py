@@ -327,9 +327,9 @@ def _check_arguments(
         raise ValueError(f"rank={config.rank}: expected an integer >= 0, below world_size={world_size}")
     if not lanes.steps(lanes.epoch_samples):
         raise ValueError(
-            f"too few samples: the epoch has {lanes.epoch_samples:,}, but a global batch needs {lanes.global_batch:,} "
-            f"(--batch-size {config.batch_size} × --accum-freq {config.accum_freq} × {world_size} ranks). Lower --batch-size "
-            "or use fewer ranks"
+            f"too few samples: the epoch has {lanes.epoch_samples:,}, but a global batch needs {lanes.global_batch:,} of them "
+            f"({config.batch_size} per micro-batch × --accum-freq {config.accum_freq} × {world_size} ranks). Lower "
+            "--batch-size or use fewer ranks"
         )
     if config.draw_captions and not source.several_captions:
         raise ValueError(

@@ -14,7 +14,7 @@ import pandas as pd
 
 from openclip_ext.cli.messages import for_people
 from openclip_ext.data.sources.keys import CAPTION_COLUMNS, IMAGE_COLUMNS, LABEL_COLUMNS
-from openclip_ext.data.sources.rows import RowSource, located, log_columns
+from openclip_ext.data.sources.rows import ONE_IMAGE, RowSource, located, log_columns
 from openclip_ext.data.sources.spec import DataSpec, is_image_file
 from openclip_ext.data.storage import is_local, local_path
 
@@ -149,6 +149,8 @@ def _is_list(caption: str) -> bool:
 def _read(path: str, separator: str, rows: int | None = None) -> pd.DataFrame:
     """Return a table of texts, or only its first rows; raise ValueError if it is not a CSV file."""
     # With keep_default_na=True, pandas would treat the captions "None" and "NA" as missing.
+    if os.path.isfile(path) and not os.path.getsize(path):
+        raise ValueError(f"the data set is empty: {path} has 0 bytes")
     try:
         file = local_path(path) if is_local(path) else path
         table = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, nrows=rows)
@@ -177,7 +179,8 @@ def _find_format(path: str, image_column: str | None, caption_column: str | None
     headers, candidates = {}, {}
     for each in dict.fromkeys((separator, *possible)):
         header = headers[each] = [*_read(path, each, 0).columns]
-        images = _matching(header, image_column, _OPENCLIP_IMAGE, IMAGE_COLUMNS)
+        # ``a;b`` names several captions, but never several images.
+        images = [name for name in _matching(header, image_column, _OPENCLIP_IMAGE, IMAGE_COLUMNS) if name in header]
         if not images and image_column is None:
             images = _columns_of_images(path, each)
         captions = _matching(header, caption_column, _OPENCLIP_CAPTION, CAPTION_COLUMNS)
@@ -189,6 +192,8 @@ def _find_format(path: str, image_column: str | None, caption_column: str | None
         possible_captions = captions or (others if len(others) == 1 else [])
         candidates[each] = [*images, "COLUMN"][0], [*possible_captions, "COLUMN"][0]
     best = max(headers, key=lambda each: len(headers[each]))
+    if image_column and image_column not in headers[best] and _matching(headers[best], image_column, "", ()):
+        raise ValueError(f"{path}: --csv-img-key {shlex.quote(image_column)} {ONE_IMAGE}")
     image, caption = map(shlex.quote, candidates[best])
     flag = "" if best == separator else f"--csv-separator {shlex.quote(best)} "
     missing = [name for name in (image_column, caption_column) if name and not _matching(headers[best], name, name, ())]

@@ -14,6 +14,8 @@ from openclip_ext.data.storage import is_local, local_path, open_local
 
 logger = get_logger(__name__)
 
+ONE_IMAGE = "names several columns, but each row has one image: write a row for each image"
+
 
 class RowSource(Source):
     """A table. Paths of images are relative to the working directory or, if there is no such file, to the table's folder.

@@ -86,6 +86,8 @@ class DataSpec:
 
     def __post_init__(self) -> None:
         check_config(self)
+        if "{}" not in self.caption_template:  # all captions of class folders would be equal
+            raise ValueError(f"--caption-template {self.caption_template!r}: expected {{}} for the name of the class")
         if isinstance(self.source, os.PathLike):
             object.__setattr__(self, "source", os.fspath(self.source))
         elif self.source is not None and not isinstance(self.source, str):

@@ -6,6 +6,7 @@
 import glob
 import hashlib
 import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.cli.options import nearest
 from openclip_ext.data.sources.keys import CAPTION_COLUMNS, DATA_FORMATS, IMAGE_COLUMNS, LABEL_COLUMNS
-from openclip_ext.data.sources.rows import RowSource, located, log_columns
+from openclip_ext.data.sources.rows import ONE_IMAGE, RowSource, located, log_columns
 from openclip_ext.data.sources.spec import (
     TABLE_LOADERS,
     class_folders,
@@ -57,8 +58,13 @@ class TableSource(RowSource):
         table = _load(path)
         if not len(table):
             raise ValueError(f"the data set is empty: {path} has no rows")
-        (self._image,) = _columns(path, table, image_column, "image", "--csv-img-key", _holds_image)
-        self._texts = _columns(path, table, caption_column, "caption", "--csv-caption-key", _holds_caption, _holds_text)
+        self._image, *surplus = _columns(path, table, image_column, "image", "--csv-img-key", _holds_image)
+        if surplus:
+            raise ValueError(f"{path}: --csv-img-key {shlex.quote(str(image_column))} {ONE_IMAGE}")
+        others = table if caption_column else table.remove_columns(self._image)  # a column of paths has no captions
+        self._texts = _columns(
+            path, others, caption_column, "caption", "--csv-caption-key", _holds_caption, _holds_text
+        )
         self._hard: list[str] = []
         if hard_negative_column is not None:
             self._hard = _columns(
@@ -99,7 +105,7 @@ class TableSource(RowSource):
         if os.path.isdir(self.path):
             files = list(files_below(self.path))
         else:
-            files = sorted(glob.glob(self.path)) or [self.path]
+            files = [self.path] if os.path.isfile(self.path) else sorted(glob.glob(self.path)) or [self.path]
         images = (path for path, size in _places_of_images(self._table, self._image) if path and not size)
         return list(dict.fromkeys([*files, *(located(path, self.path) for path in images)]))
 
@@ -120,13 +126,17 @@ def _load(path: str) -> Any:
     import datasets
 
     ending = path.rpartition(".")[2]
+    if os.path.isfile(path) and not os.path.getsize(path):
+        raise ValueError(f"the data set is empty: {path} has 0 bytes")
     try:
         if os.path.isdir(path) and is_saved(path):
             table = datasets.load_from_disk(path)
         elif os.path.isdir(path):
             return _load_class_folders(path)
         else:
-            return datasets.load_dataset(TABLE_LOADERS[ending], data_files=path, split="train")
+            # The name of an existing file is no pattern, as for shards, even if it contains brackets.
+            files = glob.escape(path) if os.path.isfile(path) else path
+            return datasets.load_dataset(TABLE_LOADERS[ending], data_files=files, split="train")
     except Exception as error:  # the library and pyarrow raise many types of errors
         raise ValueError(
             f"{path} cannot be read as a table: {' '.join(str(error).split())[:200]}; {DATA_FORMATS}"

@@ -96,7 +96,10 @@ def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: A
                 raise ValueError(f"it has no {', '.join(sorted(missing))}, so it is of a different --opt")
             group.update(settings)
     except (KeyError, ValueError) as error:
-        raise UsageError(f"the optimizer state in {path} does not match this run: {error}") from error
+        raise UsageError(
+            f"the optimizer state in {path} does not match this run ({error}): resume with the loss and the flags that wrote "
+            f"it, or start another run with --pretrained {path}"
+        ) from error
 
 
 def cut_logs(folder: Path, position: Position) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from openclip_ext import compat
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import MASK
 from openclip_ext.cli.options import as_words, nearest
@@ -31,9 +32,9 @@ class Configuration:
     by_pairs: tuple[Mapping[str, Any], ...]
     source: Mapping[str, str]  # where each value comes from
 
-    def loss_argv(self, model: str) -> list[str]:
-        """Return the loss for a value of ``--model``, and the loss's flags, as arguments."""
-        if kind := _own_kind(model):
+    def loss_argv(self, model: str, pretrained: str | None) -> list[str]:
+        """Return the loss for values of ``--model`` and ``--pretrained``, and the loss's flags, as arguments."""
+        if kind := _own_kind(model, pretrained):
             return ["--loss", {"siglip": self.siglip_loss, "coca": self.coca_loss}[kind]]
         flags = (word for flag, value in self.loss_flags.items() for word in as_words(f"--{flag}", value))
         return ["--loss", self.loss, *flags]
@@ -84,9 +85,16 @@ def words(flags: Mapping[str, Any], names: Collection[str]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {flags[name]}" for name in names)
 
 
-def _own_kind(model: str) -> str | None:
-    """Return ``siglip`` or ``coca`` if the model is of this kind: a folder by its configuration, others by their name."""
+def _own_kind(model: str, pretrained: str | None) -> str | None:
+    """Return ``siglip`` or ``coca`` if the model is of this kind: a folder by its configuration, others by their name.
+
+    Weights with a bias are of the kind ``siglip``: OpenCLIP's ``--siglip`` trains them with any model.
+    """
     schema, _, folder = model.partition(":")
+    given = [Path(pretrained)] if pretrained else []
+    weights = Path(folder).glob("open_clip_*model.*") if schema == "local-dir" else given
+    if any(map(compat.has_logit_bias, weights)):
+        return "siglip"
     file = Path(folder) / "open_clip_config.json"
     if schema == "local-dir" and file.is_file():
         config = json.loads(file.read_text(encoding="utf-8")).get("model_cfg", {})
