@@ -200,6 +200,8 @@ def create_model(
 
 def has_logit_bias(path: Path) -> bool:
     """Return whether a file has weights with the bias of the sigmoid loss. False if its format cannot be read here."""
+    if not path.is_file():  # such as a tag, without importing torch
+        return False
     import torch
     from safetensors import safe_open
 
@@ -210,7 +212,7 @@ def has_logit_bias(path: Path) -> bool:
         else:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             names = {*content.get("state_dict", content)}
-    except Exception:  # such as a tag, old formats and scripted models; OpenCLIP loads or rejects them later
+    except Exception:  # such as old formats and scripted models; OpenCLIP loads or rejects them later
         return False
     return not names.isdisjoint({"logit_bias", "module.logit_bias"})
 
