@@ -34,6 +34,8 @@ CHECKSUMS = "checksums.json"
 ADAPTER = ".lora"
 # Keys of a model file: the trained weights next to a ``state_dict`` with their average, and states with unmerged adapters.
 TRAINED_KEY, UNMERGED = "trained_state_dict", "unmerged"
+# In the run folder: the chosen mix of pretrained and trained weights, and the scores of all mixes.
+MIX_FILE, MIX_SCORES_FILE = "checkpoints/interpolated.pt", "interpolation.json"
 NAME = re.compile(r"epoch_(\d+)(?:_step_(\d+))?$")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from openclip_ext import compat
-from openclip_ext.checkpoint.format import checksum, load_model_file
+from openclip_ext.checkpoint.format import MIX_FILE, MIX_SCORES_FILE, checksum, load_model_file
 from openclip_ext.cli.command_line import without_warnings
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.evaluation.models import OpenedModel, config_of_run, open_model, options_of_run
@@ -36,10 +36,10 @@ def shares(text: str) -> list[float]:
 
 def chosen_mix(checkpoint: Path, command: str) -> str:
     """Return a sentence with the command for the mix that the run of a trained model chose; empty if it has not chosen one."""
-    chosen = checkpoint.with_name("interpolated.pt")
+    folder = checkpoint.absolute().parents[1]
+    chosen = checkpoint.with_name(Path(MIX_FILE).name)
     # Without the scores, the run was continued after its choice, so the mix is of an earlier epoch.
-    is_current = checkpoint.absolute().parent.with_name("interpolation.json").is_file()
-    if not chosen.is_file() or chosen == checkpoint or not is_current:
+    if not chosen.is_file() or chosen == checkpoint or not (folder / MIX_SCORES_FILE).is_file():
         return ""
     command = f"openclip-ext {command} {shlex.quote(str(chosen))}"
     return f"This is the trained model. The run chose a mix with the weights before training: {command}"

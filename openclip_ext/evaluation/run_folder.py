@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from openclip_ext.checkpoint.format import MIX_SCORES_FILE
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.files.schema import checked_dict
 
@@ -26,6 +27,22 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{folder} has no config.json: expected the folder LOGS/NAME of a training run") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not a run's configuration: {error}") from error
+
+
+def chosen_mix(folder: Path) -> dict[str, float]:
+    """Return the mix that a fine-tuning chose: its ``α``, the share of the trained weights, and its score for each task.
+
+    Empty if the run has not chosen one. Raise UsageError if the file is corrupt.
+    """
+    path = folder / MIX_SCORES_FILE
+    try:
+        content = checked_dict(json.loads(path.read_text()), "it")
+        weight = f"{content['chosen']:g}"
+        return {"α": content["chosen"]} | {name: found[weight]["value"] for name, found in content["scores"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} has no scores of mixes: {error!r}. Remove the file") from error
 
 
 def label_of(checkpoint: Path) -> str:

@@ -3,11 +3,11 @@
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from openclip_ext.evaluation.run_folder import read_config
+from openclip_ext.evaluation.run_folder import chosen_mix, read_config
 from openclip_ext.files import json_lines
 from openclip_ext.pages.charts import Chart, Curve
 
@@ -36,13 +36,14 @@ class TrainingLog:
     """The log of a run folder.
 
     ``settings`` has the flags and loss options; it is empty if ``config.json`` does not exist. ``unfinished`` is a text such
-    as ``104 of 186`` if the run has not taken all its steps, else it is empty.
+    as ``104 of 186`` if the run has not taken all its steps, else it is empty. ``mix`` is the mix that a fine-tuning chose.
     """
 
     settings: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]]
     validations: Sequence[Validation] = ()
     unfinished: str = ""
+    mix: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_log(folder: Path) -> TrainingLog:
@@ -69,7 +70,8 @@ def read_log(folder: Path) -> TrainingLog:
             validations.append(Validation(steps[-1]["samples"] if steps else 0, line.get("epoch"), values))
     taken = steps[-1]["step"] + 1 if steps else total
     has_ended = taken >= total or ended == settings.get("epochs")
-    return TrainingLog(settings, steps, validations, "" if has_ended else f"{taken:,} of {total:,}")
+    unfinished = "" if has_ended else f"{taken:,} of {total:,}"
+    return TrainingLog(settings, steps, validations, unfinished, chosen_mix(folder))
 
 
 def metric_names(logs: Iterable[TrainingLog]) -> list[str]:

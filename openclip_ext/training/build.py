@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from openclip_ext import compat, distributed
-from openclip_ext.checkpoint.format import Position, RunIdentity, checksum
+from openclip_ext.checkpoint.format import MIX_SCORES_FILE, Position, RunIdentity, checksum
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive.loss import ContrastiveLoss
@@ -275,7 +275,7 @@ def _begin_folder(
         if settings is not None:
             run_folder.write_settings(folder, settings)
             models.write_model_config(plan.model, folder)
-            (folder / run_folder.SCORES_FILE).unlink(missing_ok=True)  # of an earlier end of the run
+            (folder / MIX_SCORES_FILE).unlink(missing_ok=True)  # of an earlier end of the run
         if start.checkpoint is None:
             (folder / run_folder.SAVED).unlink(missing_ok=True)
         for unreadable in start.unreadable:

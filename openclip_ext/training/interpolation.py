@@ -10,12 +10,12 @@ from typing import Any
 import open_clip
 import torch
 
+from openclip_ext.checkpoint.format import MIX_FILE, MIX_SCORES_FILE
 from openclip_ext.cli import command_line
 from openclip_ext.evaluation.mixes import WEIGHT_KEY, mixed
 from openclip_ext.files.json_lines import dumps
 from openclip_ext.files.writing import write_atomically, write_text
 from openclip_ext.training.config import ModelConfig
-from openclip_ext.training.runtime.run_folder import MODEL_FILE, SCORES_FILE
 from openclip_ext.training.validation import Scheduled, Score, ScoredTask
 
 # Weights of the trained weights; 0 means the initial weights.
@@ -93,8 +93,8 @@ class Mixes:
 
     def save(self, folder: Path) -> None:
         """Write the chosen model and all scores into the run folder. Raise OSError, for example on a full disk."""
-        write_atomically(folder / MODEL_FILE, lambda file: torch.save(self.entries, file))
-        write_text(folder / SCORES_FILE, self.as_json())  # last, because it shows that the choice is complete
+        write_atomically(folder / MIX_FILE, lambda file: torch.save(self.entries, file))
+        write_text(folder / MIX_SCORES_FILE, self.as_json())  # last, because it shows that the choice is complete
 
     def as_json(self) -> str:
         """Return the scores and the choice as one JSON text."""

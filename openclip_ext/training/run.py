@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from openclip_ext import compat, distributed
-from openclip_ext.checkpoint.format import Position
+from openclip_ext.checkpoint.format import MIX_FILE, MIX_SCORES_FILE, Position
 from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.cli.messages import echo, get_logger
 from openclip_ext.data.loader.workers import WorkerError
@@ -32,7 +32,6 @@ from openclip_ext.training.config import Config, RunPlan
 from openclip_ext.training.plan import ONE_PROCESS, plan_run
 from openclip_ext.training.runtime import heartbeat, run_folder, signals
 from openclip_ext.training.runtime.reporting import Reporter
-from openclip_ext.training.runtime.run_folder import MODEL_FILE, SCORES_FILE
 from openclip_ext.training.trainer import SaveFailed, Trainer, TrainingDiverged
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ def _train(plan: RunPlan, trainer: Trainer, folder: Path | None, start: Start) -
         trainer.reporter.close()
     if folder is not None and distributed.is_rank0() and (has_steps_left or mixes is not None):
         last = folder / "checkpoints" / f"epoch_{plan.length.epochs}.pt"
-        chosen = last if mixes is None else folder / MODEL_FILE
+        chosen = last if mixes is None else folder / MIX_FILE
         line = models.loading_line(plan.model, parallel.unwrap(trainer.model), folder, chosen)
         exporting = (
             f"openclip-ext export {shlex.quote(str(chosen))} --output {shlex.quote(f'{plan.folder.name}-exported')}"
@@ -173,7 +172,7 @@ def _is_mixed(plan: RunPlan, trainer: Trainer) -> bool:
 def _lacks_mix(folder: Path, at_least: float) -> bool:
     """Return whether a run has not chosen a mix that keeps this share of the initial model's score."""
     try:
-        return json.loads((folder / SCORES_FILE).read_text()).get("keep_at_least") != at_least
+        return json.loads((folder / MIX_SCORES_FILE).read_text()).get("keep_at_least") != at_least
     except FileNotFoundError:
         return True
 

@@ -186,6 +186,28 @@ def test_two_ordinary_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest
     assert tables[3][1] == ["image_to_text_R@1, %", "30", "40, +10"]
 
 
+def test_the_mixes_that_fine_tunings_chose_are_compared(tmp_path: Path) -> None:
+    """The scores of the chosen mix, not those of the trained weights, are the result of a fine-tuning."""
+    arguments = []
+    for name, seed, alpha, own in (("A", 0, 0.5, 0.30), ("A", 1, 0.7, 0.31), ("B", 0, 1.0, 0.35), ("B", 1, 0.8, 0.38)):
+        folder = Path(write_run(tmp_path / f"{name}{seed}", "openclip", seed, 0.9))
+        scores = {"validation": {"0": {"value": 0.1}, f"{alpha:g}": {"value": own, "half": 0.02, "samples": 200}}}
+        (folder / "interpolation.json").write_text(json.dumps({"chosen": alpha, "scores": scores}))
+        arguments.append(f"{name}={folder}")
+    tables, _ = report(tmp_path, *arguments)
+    # The paired differences are 5 and 7 points. The interval is 6 ± 12.706 * sqrt(2) / sqrt(2).
+    assert tables[-1] == [
+        ["chosen mix", "A", "B"],
+        ["α", "0.6 ± 0.14", "0.9 ± 0.14, +0.3 (−2.24 to 2.84)"],
+        ["validation, %", "30.5 ± 0.71", "36.5 ± 2.1, +6 (−6.71 to 18.7)"],
+    ]
+    (tmp_path / "B1" / "interpolation.json").unlink()
+    assert report(tmp_path, *arguments)[0][-1][2] == ["validation, %", "30.5 ± 0.71", "-"]
+    (tmp_path / "B0" / "interpolation.json").write_text('{"chosen": 0.3, "scores": {"validation": {}}}')
+    with pytest.raises(ValueError, match=r"interpolation\.json has no scores of mixes: KeyError"):
+        report(tmp_path, *arguments)
+
+
 def test_an_unfinished_run_is_marked(tmp_path: Path) -> None:
     for name, epochs in (("whole", 3), ("shortened", 3), ("interrupted", 1)):
         folder = Path(write_run(tmp_path / name, "openclip", 0, -0.3, epochs))

@@ -31,6 +31,7 @@ def training_tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
         ("training", _overview(runs) if any(log.steps for run in runs for log in run.logs) else []),
         ("before training", _last_validation(runs, until=0)),
         ("last validation", _last_validation(runs)),
+        ("chosen mix", _chosen_mix(runs)),
     )
     return [[[title, *names], *rows] for title, rows in found if rows]
 
@@ -110,8 +111,23 @@ def _last_validation(runs: Sequence[EvaluatedRun], until: float = math.inf) -> T
     return rows
 
 
+def _chosen_mix(runs: Sequence[EvaluatedRun]) -> Table:
+    """Return the mixes that fine-tunings chose: the share α of the trained weights, and a row per score in percent."""
+    rows = []
+    for name in dict.fromkeys(name for run in runs for log in run.logs for name in log.mix):
+        title, factor = (name, 1) if name == "α" else (f"{name}, %", 100)
+        values = [
+            _by_seed(run, [factor * log.mix[name] for log in run.logs])
+            if all(name in log.mix for log in run.logs)
+            else {}
+            for run in runs
+        ]
+        rows.append([title, *(_cell(value, values[0]) for value in values)])
+    return rows
+
+
 def _last_by_seed(run: EvaluatedRun, metric: str, until: float) -> tuple[int | None, dict[Any, float]]:
-    """Return an epoch and each repeat's value of a metric at its end, by seed (by number if seeds are unknown or repeated).
+    """Return an epoch and each repeat's value of a metric at its end, by seed.
 
     The epoch is the last one, up to ``until``, that all repeats have. If there is no such epoch, the result is None and an
     empty dictionary.
@@ -121,11 +137,16 @@ def _last_by_seed(run: EvaluatedRun, metric: str, until: float) -> tuple[int | N
     common = [epoch for epoch in reached if all(epoch in values for values in by_epoch)]
     if not common:
         return None, {}
+    return common[-1], _by_seed(run, [values[common[-1]] for values in by_epoch])
+
+
+def _by_seed(run: EvaluatedRun, values: Sequence[float]) -> dict[Any, float]:
+    """Return the values of a run's repeats by their seeds, or by number if seeds are unknown or repeated."""
     found: dict[Any, float] = {}
-    for number, (log, values) in enumerate(zip(run.logs, by_epoch, strict=True)):
+    for number, (log, value) in enumerate(zip(run.logs, values, strict=True)):
         seed = log.settings.get("seed")
-        found[seed if seed is not None and seed not in found else f"repeat {number}"] = values[common[-1]]
-    return common[-1], found
+        found[seed if seed is not None and seed not in found else f"repeat {number}"] = value
+    return found
 
 
 def _cell(values: Mapping[Any, float], first: Mapping[Any, float]) -> str:

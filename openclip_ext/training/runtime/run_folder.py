@@ -33,8 +33,6 @@ _NOT_COMPARED = {
 }  # fmt: skip
 # Name of an empty file in the run folder, which exists if the run has saved a checkpoint.
 SAVED = ".saved"
-# The chosen mix of pretrained and trained weights, and the scores of all mixes.
-MODEL_FILE, SCORES_FILE = "checkpoints/interpolated.pt", "interpolation.json"
 LOCK_PATIENCE = 10  # seconds to wait for another process to release the run folder's lock
 
 
