@@ -11,6 +11,7 @@ import torch
 
 from openclip_ext import compat, distributed
 from openclip_ext.checkpoint.finding import checkpoint_file
+from openclip_ext.checkpoint.format import MIX_FILE, MIX_SCORES_FILE
 from openclip_ext.cli import command_line
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.options import nearest
@@ -39,8 +40,10 @@ def check(plan: RunPlan) -> None:
     weights, data = plan.model.pretrained, plan.data
     if weights and os.path.isdir(os.path.join(weights, "checkpoints")):
         newest = distributed.on_rank0(lambda: checkpoint_file(Path(weights)))
+        has_mix = os.path.isfile(os.path.join(weights, MIX_SCORES_FILE))
+        other = f", or {os.path.join(weights, MIX_FILE)}, the mix that the run chose" if has_mix else ""
         raise UsageError(
-            f"--pretrained {weights} is a run folder: expected a file of weights. Give --pretrained {newest}"
+            f"--pretrained {weights} is a run folder: expected a file of weights. Give --pretrained {newest}{other}"
         )
     if weights and os.path.isdir(weights):
         raise UsageError(

@@ -105,6 +105,9 @@ def test_the_mix_of_an_earlier_epoch_is_not_named(whole, flags, shards, tmp_path
     for folder, is_named in ((whole, True), (tmp_path / "run", False)):
         export.main([str(folder), "--output", str(tmp_path / f"exported-{is_named}")])
         assert ("interpolated.pt" in capsys.readouterr().out) == is_named
+        with pytest.raises(UsageError, match=r"Give --pretrained .*epoch_\d\.pt") as error:
+            run(small_command(shards, tmp_path, "next", "openclip", "--pretrained", str(folder)))
+        assert ("interpolated.pt" in str(error.value)) == is_named
 
 
 def test_a_finished_run_chooses_again_for_another_share_to_keep(whole, flags, shards, tmp_path):
