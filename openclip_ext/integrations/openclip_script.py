@@ -102,7 +102,7 @@ def _extended_create_loss(original: Callable) -> Callable:
             f"--loss {name} needs every sample's index": asked.needs_index,
             f"--loss {name} needs one call per step with --accum-freq {accum_freq}": accum_freq > 1,
             "--equal-captions needs labels of equal captions": asked.needs_positives,
-            f"--loss {name} trains its own modules": asked.model_head() is not None,
+            f"--loss {name} adds a projection to the model": asked.model_head() is not None,
         }
         for reason, is_wrong in refused.items():
             if is_wrong:

@@ -44,7 +44,7 @@ def dry_run(plan: RunPlan, trainer: Trainer) -> str:
         f"Dry run: a step of {samples:,} samples takes {seconds:.3g} s ({samples / seconds:,.0f} samples per second) with "
         f"captions of full length, and {memory / _GIB:.2f} GiB of {'GPU memory' if plan.device != 'cpu' else 'memory'} "
         f"per rank. The first batch arrived after {data_seconds:.3g} s. The {total:,} steps of the run take "
-        f"{tqdm.format_interval(total * seconds)}, if the data keep pace. Nothing was written."
+        f"{tqdm.format_interval(total * seconds)}, if the data keep pace. No run folder was written."
     )
 
 

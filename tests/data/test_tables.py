@@ -245,12 +245,19 @@ def test_a_file_with_brackets_in_its_name_is_no_pattern(tmp_path):
     assert source.num_samples == 3 and source.files() == [str(tmp_path / "pairs [a].parquet")]
 
 
-def test_a_given_column_of_paths_has_no_captions(tmp_path):
+@pytest.mark.parametrize("given", [None, "Foto"])
+def test_a_column_of_paths_is_found_by_its_cells_and_has_no_captions(given, tmp_path):
     table = tmp_path / "pairs.jsonl"
     rows = [{"Foto": f"{number}.png", "Titel": f"sample {number}"} for number in range(ROWS)]
     table.write_text("\n".join(map(json.dumps, rows)))
-    source = TableSource(str(table), image_column="Foto")
-    assert source.row(3) == ("3.png", ["sample 3"])
+    assert TableSource(str(table), image_column=given).row(3) == ("3.png", ["sample 3"])
+    rows[2]["Foto"] = None if given is None else "2"
+    table.write_text("\n".join(map(json.dumps, rows)))
+    if given is None:
+        with pytest.raises(ValueError, match=r"no column with images.*--csv-img-key"):
+            TableSource(str(table))
+    else:
+        assert TableSource(str(table), image_column=given).row(3) == ("3.png", ["sample 3"])
 
 
 @pytest.mark.parametrize("write", [write_parquet, save_data_set, write_json_lines, write_class_folders])

@@ -96,7 +96,7 @@ def test_every_place_that_binds_the_function_gets_it_once():
     [
         ({"loss": "fastclip"}, "every sample's index"),
         ({"loss": "neuclip", "accum_freq": 2}, "--accum-freq 2"),
-        ({"loss": "cliplite"}, "trains its own modules"),
+        ({"loss": "cliplite"}, "adds a projection to the model"),
         ({"loss": "queueclip", "model": "coca_ViT-B-32"}, "would not train the captions of coca_ViT-B-32"),
         ({"loss": "openclip", "normalizer": "minibatch", "model": "coca_ViT-B-32"}, "without --normalizer"),
         ({"loss": "neuclip", "loss_options": {"gamma": 0.5}}, "gamma=: not used by the loss 'neuclip'"),

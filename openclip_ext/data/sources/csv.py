@@ -14,12 +14,11 @@ import pandas as pd
 
 from openclip_ext.cli.messages import for_people
 from openclip_ext.data.sources.keys import CAPTION_COLUMNS, IMAGE_COLUMNS, LABEL_COLUMNS
-from openclip_ext.data.sources.rows import ONE_IMAGE, RowSource, located, log_columns
+from openclip_ext.data.sources.rows import FIRST_ROWS, ONE_IMAGE, RowSource, located, log_columns
 from openclip_ext.data.sources.spec import DataSpec, is_image_file
 from openclip_ext.data.storage import is_local, local_path
 
 _SEPARATORS = ("\t", ",", ";", "|")
-_FIRST_ROWS = 20
 # OpenCLIP's columns, which have precedence if the user names none.
 _OPENCLIP_IMAGE, _OPENCLIP_CAPTION = "filepath", "title"
 
@@ -116,7 +115,7 @@ def _texts_of(columns: Sequence[_Texts], row: int) -> list[str]:
 def check_first_rows(path: str, image_column: str | None, caption_column: str | None, separator: str) -> None:
     """Raise ValueError if a table has no readable columns, or if no image of its first rows exists. Reads only these rows."""
     found = _find_format(path, image_column, caption_column, separator)
-    table = _read(path, found.separator, _FIRST_ROWS)
+    table = _read(path, found.separator, FIRST_ROWS)
     images = [image for image in table[found.image_column] if image]
     if images and not any(os.path.isfile(located(image, path)) for image in images):
         raise ValueError(for_people(f"{path}: {_unreadable(images)}"))
@@ -208,7 +207,7 @@ def _find_format(path: str, image_column: str | None, caption_column: str | None
 def _columns_of_images(path: str, separator: str) -> list[str]:
     """Return the columns whose first cells all end like the names of image files."""
     with contextlib.suppress(ValueError):  # another separator fits
-        table = _read(path, separator, _FIRST_ROWS)
+        table = _read(path, separator, FIRST_ROWS)
         return [column for column in table if len(table) and all(map(is_image_file, table[column].str.strip()))]
     return []
 

@@ -14,6 +14,8 @@ from openclip_ext.data.storage import is_local, local_path, open_local
 
 logger = get_logger(__name__)
 
+# Rows by whose cells a column is recognized.
+FIRST_ROWS = 20
 ONE_IMAGE = "names several columns, but each row has one image: write a row for each image"
 
 

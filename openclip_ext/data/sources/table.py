@@ -8,13 +8,14 @@ import hashlib
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.cli.options import nearest
 from openclip_ext.data.sources.keys import CAPTION_COLUMNS, DATA_FORMATS, IMAGE_COLUMNS, LABEL_COLUMNS
-from openclip_ext.data.sources.rows import ONE_IMAGE, RowSource, located, log_columns
+from openclip_ext.data.sources.rows import FIRST_ROWS, ONE_IMAGE, RowSource, located, log_columns
 from openclip_ext.data.sources.spec import (
     TABLE_LOADERS,
     class_folders,
@@ -58,7 +59,10 @@ class TableSource(RowSource):
         table = _load(path)
         if not len(table):
             raise ValueError(f"the data set is empty: {path} has no rows")
-        self._image, *surplus = _columns(path, table, image_column, "image", "--csv-img-key", _holds_image)
+        names_images = partial(_names_images, table)
+        self._image, *surplus = _columns(
+            path, table, image_column, "image", "--csv-img-key", _holds_image, names_images
+        )
         if surplus:
             raise ValueError(f"{path}: --csv-img-key {shlex.quote(str(image_column))} {ONE_IMAGE}")
         others = table if caption_column else table.remove_columns(self._image)  # a column of paths has no captions
@@ -197,6 +201,12 @@ def _holds_image(name: str, feature: Any) -> bool:
     if isinstance(feature, Value):
         return feature.dtype in ("binary", "large_binary") or (_is_text(feature) and name.lower() in IMAGE_COLUMNS)
     return isinstance(feature, Image)
+
+
+def _names_images(table: Any, name: str, feature: Any) -> bool:
+    """Return whether the first cells of a column are texts that all end like the names of image files."""
+    cells = table.select_columns([name])[:FIRST_ROWS][name] if _is_text(feature) else [None]
+    return all(cell is not None and is_image_file(cell.strip()) for cell in cells)
 
 
 def _holds_caption(name: str, feature: Any) -> bool:
