@@ -128,7 +128,7 @@ def make_demo(output: Path) -> None:
 class Methods:
     """The flags of the methods to compare, by name: the ``first`` also with rehearsal. Each runs at the learning ``rates``.
 
-    ``changes`` are changes of one method's :class:`Run` and of its flags, by name. They do not run at other rates.
+    ``changes`` are changes of the first methods' :class:`Run` and of their flags, by name. They do not run at other rates.
     """
 
     first: Mapping[str, str]
@@ -138,6 +138,7 @@ class Methods:
 
 
 ALL = Methods(FIRST, REST, RATES)
+_DISTILLED = " --reference start --no-steer --distill 0.5"
 # Changes of single values of the recipe, queueclip with rehearsal.
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "as above": {},
@@ -152,8 +153,15 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "`--wd 0`": {"flags": " --wd 0"},
     "`--wd 0.5`": {"flags": " --wd 0.5"},
     "layer decay 0.8": {"flags": " --image-layer-decay 0.8 --text-layer-decay 0.8"},
-    "`--reference start --no-steer --distill 0.5`": {"flags": " --reference start --no-steer --distill 0.5"},
+    "`--reference start --no-steer --distill 0.5`": {"flags": _DISTILLED},
     "`--equal-captions mask`": {"flags": " --equal-captions mask"},
+}
+# Parts of fine-tuning that are added to rehearsal.
+PARTS: Mapping[str, Mapping[str, Any]] = {
+    "rehearsal": {},
+    "rehearsal, equal captions masked": {"flags": " --equal-captions mask"},
+    "rehearsal, distilled": {"flags": _DISTILLED},
+    "all three": {"flags": f" --equal-captions mask{_DISTILLED}"},
 }
 # What can be compared.
 COMPARISONS = {
@@ -172,6 +180,7 @@ COMPARISONS = {
         RATES[1:],
     ),
     "recipe": Methods({"queueclip": FIRST["queueclip"]}, {}, (1e-3,), CHANGES),
+    "parts": Methods(FIRST, {}, (1e-3,), PARTS),
 }
 
 
@@ -188,10 +197,10 @@ def runs_of(
     }
 
 
-def changed(about: Mapping[str, Any], lr: float, given: str, change: Mapping[str, Any]) -> Run:
+def changed(about: Mapping[str, Any], lr: float, method: str, given: str, change: Mapping[str, Any]) -> Run:
     """Return a run with rehearsal, in which one value of the recipe is changed."""
     setting = {"flags": given + change.get("flags", ""), "keep_share": change.get("keep_share", REHEARSED_SHARE)}
-    run = Run(**about, lr=lr, seed=SEEDS[0], family="queueclip", setting=setting)
+    run = Run(**about, lr=lr, seed=SEEDS[0], family=method, setting=setting)
     run = replace(run, **{name: change[name] for name in ("epochs", "batch_size") if name in change})
     return replace(run, schedule=f"{run.epochs} epochs")
 
@@ -199,10 +208,14 @@ def changed(about: Mapping[str, Any], lr: float, given: str, change: Mapping[str
 def contests(about: Mapping[str, Any], results: Results, methods: Methods = ALL) -> Iterator[Contest]:
     """Yield comparisons in the order in which they run. A later one may depend on the results of the earlier ones."""
     if methods.changes:
-        ((_, given),) = methods.first.items()
-        yield Contest(
-            {name: [changed(about, methods.rates[0], given, change)] for name, change in methods.changes.items()}, SEEDS
-        )
+        families = {
+            name if len(methods.first) == 1 else f"{method}, {name}": [
+                changed(about, methods.rates[0], method, given, change)
+            ]
+            for method, given in methods.first.items()
+            for name, change in methods.changes.items()
+        }
+        yield Contest(families, SEEDS)
         return
     first = runs_of(methods.first, about, methods.rates)
     tuned = Contest(first, SEEDS[:1])

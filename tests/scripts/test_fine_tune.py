@@ -77,6 +77,16 @@ def test_a_change_of_the_recipe_runs_at_one_rate_with_all_seeds():
     assert {(run.epochs, run.batch_size) for run in runs} == {(10, 64), (5, 64), (20, 64), (10, 32), (10, 128)}
 
 
+def test_parts_are_added_to_rehearsal_with_each_loss():
+    methods = fine_tune.COMPARISONS["parts"]
+    (contest,) = fine_tune.contests(ABOUT, {}, methods)
+    assert list(contest.families)[:2] == ["openclip, rehearsal", "openclip, rehearsal, equal captions masked"]
+    assert len(contest.families) == 2 * len(fine_tune.PARTS) and contest.seeds == fine_tune.SEEDS
+    rehearsed = fine_tune.runs_of(fine_tune.FIRST, ABOUT, (1e-3,), 0.25)
+    for name, (run,) in rehearsed.items():
+        assert contest.families[name] == [run]  # the rows of the other comparison are used
+
+
 @pytest.mark.parametrize(
     ("name", "methods"),
     [
