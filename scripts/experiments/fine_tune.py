@@ -5,11 +5,16 @@
         --results rows.jsonl --runs runs
     python -m scripts.experiments.fine_tune --own ... --kept ... --start ... --results rows.jsonl --table --figure figure.png
 
-The start is a model that was trained on ``icons-11k`` (``scripts.experiments.icons``), which has no emoji. ``--make`` writes
-own data: two sets of black emoji (``emoji``), all emoji (``all-emoji``) or the demo set (``demo``). Other own data, such as
-those of ``scripts.experiments.clip_arts``, need folders ``train/``, ``val/`` and ``test/`` with shards. Concepts of emoji are
-split: a name is in only one of training, validation and test. Kept are the icons in ``val/`` and ``test/``. Rehearsal uses the
-first 1,000 training pairs of the start. ``--compare`` selects the methods, or changes of single values of the recipe.
+The start is a model that was trained on icons (``scripts.experiments.icons``), which have no emoji, such as by::
+
+    openclip-ext train --model demo-resnet --train-data 'icons-11k/train/*.tar' --batch-size 64 --epochs 16 --lr 1e-3 \\
+        --warmup 100 --precision fp32 --device cpu --workers 0 --loss openclip --seed 0 --name openclip
+
+``--make`` writes own data: two sets of black emoji (``emoji``), all emoji (``all-emoji``) or the demo set (``demo``). Other
+own data, such as those of ``scripts.experiments.clip_arts``, need folders ``train/``, ``val/`` and ``test/`` with shards.
+Concepts of emoji are split: a name is in only one of training, validation and test. Kept are the icons in ``val/`` and
+``test/``. Rehearsal uses the first 1,000 training pairs of the start, unless a comparison states otherwise. ``--compare``
+selects the methods, or changes of single values of the recipe.
 
 Each run is one ``openclip-ext train``. ``PYTHONPATH`` must contain ``examples/other_losses``. The results have a JSON line for
 each finished run, with the own and kept R@1 (mean of both directions) of the mixes of start and trained weights. With the
@@ -162,6 +167,7 @@ PARTS: Mapping[str, Mapping[str, Any]] = {
     "rehearsal, equal captions masked": {"flags": " --equal-captions mask"},
     "rehearsal, distilled": {"flags": _DISTILLED},
     "all three": {"flags": f" --equal-captions mask{_DISTILLED}"},
+    "rehearsal of 10,000 pairs": {"keep_shards": 10},
 }
 # What can be compared.
 COMPARISONS = {
@@ -200,6 +206,7 @@ def runs_of(
 def changed(about: Mapping[str, Any], lr: float, method: str, given: str, change: Mapping[str, Any]) -> Run:
     """Return a run with rehearsal, in which one value of the recipe is changed."""
     setting = {"flags": given + change.get("flags", ""), "keep_share": change.get("keep_share", REHEARSED_SHARE)}
+    setting |= {name: change[name] for name in ("keep_shards",) if name in change}
     run = Run(**about, lr=lr, seed=SEEDS[0], family=method, setting=setting)
     run = replace(run, **{name: change[name] for name in ("epochs", "batch_size") if name in change})
     return replace(run, schedule=f"{run.epochs} epochs")
@@ -303,7 +310,8 @@ def train(run: Run, data: Data, start: Path, folder: Path, commit: str) -> dict[
     argv += ["--logs", str(folder), "--name", run.id, "--batch-size", str(run.batch_size), "--epochs", str(run.epochs)]
     argv += ["--lr", str(run.lr), "--seed", str(run.seed), *run.setting["flags"].split()]
     if share := run.setting["keep_share"]:
-        argv += ["--keep-data", f"{data.kept}/train/00000.tar", "--keep-share", str(share), "--val-frequency", "0"]
+        shards = f"{{00000..{run.setting.get('keep_shards', 1) - 1:05}}}.tar"  # of 1,000 pairs
+        argv += ["--keep-data", f"{data.kept}/train/{shards}", "--keep-share", str(share), "--val-frequency", "0"]
     subprocess.run([sys.executable, "-m", "openclip_ext", "train", *argv], check=True)
     trained = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     scores = data.scores(argv, folder / run.id / "checkpoints" / f"epoch_{run.epochs}.pt")
