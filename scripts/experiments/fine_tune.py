@@ -372,11 +372,24 @@ def table(about: Mapping[str, Any], results: Results, methods: Methods = ALL) ->
     return markdown_table(cells)
 
 
-def draw(about: Mapping[str, Any], results: Results, path: Path) -> None:
+def lead(about: Mapping[str, Any], results: Results, methods: Methods = ALL) -> list[str]:
+    """Return own test scores at 75 % kept: openclip, with rehearsal openclip and queueclip, and queueclip's lead there."""
+    place = KEPT_SHARES.index(0.75)
+    found = {
+        name: {seed: columns(row, "test")[place] for seed, row in rows.items()}
+        for name, _, rows in best_rows(about, results, methods)
+    }
+    compared = [found[name] for name in ("openclip", "openclip, rehearsal", "queueclip, rehearsal")]
+    _, base, ours = compared
+    means = [f"{statistics.fmean(values.values()):.1f}" for values in compared]
+    return [*means, with_interval([ours[seed] - base[seed] for seed in ours], bold=True)]
+
+
+def draw(about: Mapping[str, Any], results: Results, path: Path, methods: Methods = ALL) -> None:
     """Draw own against kept R@1 on the test pairs: a line for each method, a point for each mix, means over the seeds."""
     figure = Figure(figsize=(9, 4), dpi=160, layout="constrained")
     axes = figure.subplots()
-    for number, (name, _, rows) in enumerate(best_rows(about, results)):
+    for number, (name, _, rows) in enumerate(best_rows(about, results, methods)):
         scores = [row["test"] for row in rows.values()]
         kept, own = (
             [100 * statistics.fmean(of[kind][alpha][0] for of in scores) for alpha in scores[0][kind]]
@@ -429,7 +442,7 @@ def main(argv: list[str]) -> None:
     if args.table:
         print(table(about, read_results(args.results), methods))
         if args.figure:
-            draw(about, read_results(args.results), args.figure)
+            draw(about, read_results(args.results), args.figure, methods)
         return
     with file_lock(args.results.parent, f".{args.results.name}.lock"):
         failures = run_all(about, args, methods)
