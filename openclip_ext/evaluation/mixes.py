@@ -36,7 +36,7 @@ def shares(text: str) -> list[float]:
 
 def chosen_mix(checkpoint: Path, command: str) -> str:
     """Return a sentence with the command for the mix that the run of a trained model chose; empty if it has not chosen one."""
-    folder = checkpoint.absolute().parents[1]
+    folder = checkpoint.absolute().parent.parent
     chosen = checkpoint.with_name(Path(MIX_FILE).name)
     # Without the scores, the run was continued after its choice, so the mix is of an earlier epoch.
     if not chosen.is_file() or chosen == checkpoint or not (folder / MIX_SCORES_FILE).is_file():
