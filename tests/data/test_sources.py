@@ -221,10 +221,9 @@ def test_synthetic_data():
 def test_a_csv_that_cannot_be_used_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="the data set is empty"):
         build(str(write_csv(tmp_path, rows=0)))
-    for name in ("empty.csv", "empty.jsonl", "empty.parquet"):
-        (tmp_path / name).touch()
-        with pytest.raises(ValueError, match=f"the data set is empty: .*{name} has 0 bytes"):
-            build_source(DataSpec(str(tmp_path / name)))
+    (tmp_path / "empty.csv").touch()
+    with pytest.raises(ValueError, match=r"the data set is empty: .*empty\.csv has 0 bytes"):
+        build(str(tmp_path / "empty.csv"))
     # pandas would take the first field of each row as its name, and shift the others.
     (tmp_path / "wide.csv").write_text("filepath,title\n0.jpg,a dog, asleep\n1.jpg,a cat\n")
     with pytest.raises(ValueError, match=r"first row has more fields than the header \['filepath', 'title'\]: quote"):

@@ -311,6 +311,10 @@ def test_what_is_no_table_is_one_sentence(tmp_path):
     (tmp_path / "pairs.parquet").write_text("no parquet")
     with pytest.raises(ValueError, match="cannot be read as a table"):
         TableSource(str(tmp_path / "pairs.parquet"))
+    for name in ("empty.jsonl", "empty.parquet"):
+        (tmp_path / name).touch()
+        with pytest.raises(ValueError, match=f"the data set is empty: .*{name} has 0 bytes"):
+            TableSource(str(tmp_path / name))
     datasets.DatasetDict(train=datasets.Dataset.from_dict(columns())).save_to_disk(tmp_path / "both")
     with pytest.raises(ValueError, match=r"give one of them, .*both/train"):
         TableSource(str(tmp_path / "both"))
