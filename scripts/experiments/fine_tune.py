@@ -206,7 +206,8 @@ def runs_of(
 def changed(about: Mapping[str, Any], lr: float, method: str, given: str, change: Mapping[str, Any]) -> Run:
     """Return a run with rehearsal, in which one value of the recipe is changed."""
     setting = {"flags": given + change.get("flags", ""), "keep_share": change.get("keep_share", REHEARSED_SHARE)}
-    setting |= {name: change[name] for name in ("keep_shards",) if name in change}
+    if "keep_shards" in change:
+        setting["keep_shards"] = change["keep_shards"]
     run = Run(**about, lr=lr, seed=SEEDS[0], family=method, setting=setting)
     run = replace(run, **{name: change[name] for name in ("epochs", "batch_size") if name in change})
     return replace(run, schedule=f"{run.epochs} epochs")

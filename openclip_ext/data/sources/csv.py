@@ -14,7 +14,7 @@ import pandas as pd
 
 from openclip_ext.cli.messages import for_people
 from openclip_ext.data.sources.keys import CAPTION_COLUMNS, IMAGE_COLUMNS, LABEL_COLUMNS
-from openclip_ext.data.sources.rows import FIRST_ROWS, ONE_IMAGE, RowSource, located, log_columns
+from openclip_ext.data.sources.rows import FIRST_ROWS, ONE_IMAGE, RowSource, located, log_columns, refuse_empty
 from openclip_ext.data.sources.spec import DataSpec, is_image_file
 from openclip_ext.data.storage import is_local, local_path
 
@@ -147,9 +147,8 @@ def _is_list(caption: str) -> bool:
 
 def _read(path: str, separator: str, rows: int | None = None) -> pd.DataFrame:
     """Return a table of texts, or only its first rows; raise ValueError if it is not a CSV file."""
+    refuse_empty(path)
     # With keep_default_na=True, pandas would treat the captions "None" and "NA" as missing.
-    if os.path.isfile(path) and not os.path.getsize(path):
-        raise ValueError(f"the data set is empty: {path} has 0 bytes")
     try:
         file = local_path(path) if is_local(path) else path
         table = pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False, nrows=rows)

@@ -19,6 +19,12 @@ FIRST_ROWS = 20
 ONE_IMAGE = "names several columns, but each row has one image: write a row for each image"
 
 
+def refuse_empty(path: str) -> None:
+    """Raise ValueError if the file of a table has no content."""
+    if os.path.isfile(path) and not os.path.getsize(path):
+        raise ValueError(f"the data set is empty: {path} has 0 bytes")
+
+
 class RowSource(Source):
     """A table. Paths of images are relative to the working directory or, if there is no such file, to the table's folder.
 

@@ -15,7 +15,7 @@ from typing import Any
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.cli.options import nearest
 from openclip_ext.data.sources.keys import CAPTION_COLUMNS, DATA_FORMATS, IMAGE_COLUMNS, LABEL_COLUMNS
-from openclip_ext.data.sources.rows import FIRST_ROWS, ONE_IMAGE, RowSource, located, log_columns
+from openclip_ext.data.sources.rows import FIRST_ROWS, ONE_IMAGE, RowSource, located, log_columns, refuse_empty
 from openclip_ext.data.sources.spec import (
     TABLE_LOADERS,
     class_folders,
@@ -130,8 +130,7 @@ def _load(path: str) -> Any:
     import datasets
 
     ending = path.rpartition(".")[2]
-    if os.path.isfile(path) and not os.path.getsize(path):
-        raise ValueError(f"the data set is empty: {path} has 0 bytes")
+    refuse_empty(path)
     try:
         if os.path.isdir(path) and is_saved(path):
             table = datasets.load_from_disk(path)
