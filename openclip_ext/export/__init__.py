@@ -1,1 +1,1 @@
-"""Export a checkpoint to a folder that OpenCLIP and transformers load. See ``docs/fine-tuning.md``."""
+"""Export a checkpoint to a folder that OpenCLIP and transformers load. See ``docs/export.md``."""
