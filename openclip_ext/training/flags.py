@@ -18,7 +18,7 @@ from openclip_ext.files.writing import check_output_path
 from openclip_ext.losses.options import OPTIONS, PARTS, REFERENCE_OPTIONS, SUMMARIES, refuse_unknown_loss
 from openclip_ext.training import parser as parsing
 from openclip_ext.training import recipes
-from openclip_ext.training.config import FLAG_GROUPS, Config, reporting_destinations, writes_nothing
+from openclip_ext.training.config import FLAG_GROUPS, Config, FineTuningConfig, reporting_destinations, writes_nothing
 from openclip_ext.training.recipes import configurations
 
 _NAMES_OF_MAIN = {"--text-key": "--caption-key", "--visual-layer-decay": "--image-layer-decay"}
@@ -226,6 +226,7 @@ def _check_together(args: argparse.Namespace) -> None:
     is_path = name is not None and (os.path.isabs(name) or os.pardir in Path(name).parts or not Path(name).parts)
     reporting_destinations(args.report_to)
     evaluated = ("val_data", "val_classes", "keep_data", "keep_tasks", "imagenet_val", "imagenet_v2", "eval_suite")
+    measures_kept = args.keep_data or args.keep_tasks
     is_misspelled = resume in ("last", "auto", "true", "True", "newest") and not os.path.exists(resume)
     refused: dict[str, Any] = {
         "nothing to do: give --train-data, or evaluate with --val-data, --val-classes, --keep-tasks, --imagenet-val or "
@@ -245,6 +246,8 @@ def _check_together(args: argparse.Namespace) -> None:
         "--keep-data does not work with --single-source-batches: remove one": args.keep_data
         and args.single_source_batches,
         "--keep-data does not work with --hard-negative-key: remove one": args.keep_data and args.hard_negative_key,
+        "--keep-at-least needs --keep-data or --keep-tasks, which measure what is kept": not measures_kept
+        and args.keep_at_least != FineTuningConfig.keep_at_least,
         "--image-features needs all of the image tower locked: remove --lock-image-unlocked-groups": args.image_features
         and args.lock_image_unlocked_groups,
         "--image-features has no pixels to mirror: remove --caption-aware-flip": args.image_features

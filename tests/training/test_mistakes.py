@@ -310,6 +310,7 @@ BEFORE_THE_MODEL = [
     ("openclip", "--keep-tasks nothing", "--keep-tasks & nothing"),
     ("openclip", "--keep-tasks a/val::b/val", "--keep-tasks & a/val & b/val"),
     ("openclip", "--keep-share 0.5", "--keep-share & --keep-data"),
+    ("openclip", "--keep-at-least 0.5", "--keep-at-least & --keep-data"),
     ("queueclip", "--keep-data SHARDS --reference store", "--keep-data & --no-steer"),
     ("openclip", "--keep-data SHARDS --keep-share 1", "--keep-share"),
     ("openclip", "--keep-data SHARDS --batch-size 1", "--keep-data & --batch-size"),
