@@ -116,6 +116,7 @@ def test_csv_rows_that_a_quote_hides_are_refused(tmp_path: Path):
         ("file_name|id|text", {}, ("file_name", "text")),
         ("path,a,b", {"csv_caption_key": "b"}, ("path", "b")),
         ("Foto;Beschreibung", {}, ("Foto", "Beschreibung")),
+        ("Foto;Beschreibung;label", {}, ("Foto", "Beschreibung")),
         ("path,label", {}, "--csv-caption-key label"),
         ("Foto,id,title", {}, ("Foto", "title")),  # the cells are names of image files
         ("a,b", {"csv_separator": ",", "csv_image_key": "a", "csv_caption_key": "b"}, ("a", "b")),
@@ -156,6 +157,17 @@ def test_separator_and_columns_of_a_csv_file(
         "csv_separator": separator,
     }
     assert (f"{found[0]!r}" in caplog.text) == was_detected
+
+
+def test_a_column_of_numbers_has_no_captions(tmp_path: Path):
+    path = tmp_path / "t.csv"
+    path.write_text("photo,age\n0.png,54\n1.png,6.5\n")
+    with pytest.raises(ValueError, match="--csv-caption-key age"):
+        build_source(DataSpec(str(path)))
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
+    path.write_text("photo,age,finding\n0.png,54,a cyst\n1.png,6.5,none\n")
+    source = build_source(DataSpec(str(path)))
+    assert source.describe(source.read_one(0)) == ("0.png", "a cyst")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -180,11 +180,13 @@ def _find_format(path: str, image_column: str | None, caption_column: str | None
         # ``a;b`` names several captions, but never several images.
         images = [name for name in _matching(header, image_column, _OPENCLIP_IMAGE, IMAGE_COLUMNS) if name in header]
         if not images and image_column is None:
-            images = _columns_of_images(path, each)
+            images = _columns_whose_cells(is_image_file, path, each)
         captions = _matching(header, caption_column, _OPENCLIP_CAPTION, CAPTION_COLUMNS)
         others = [column for column in header if images and column not in images]
-        if not captions and caption_column is None and len(others) == 1:
-            captions = [column for column in others if column.strip().lower() not in LABEL_COLUMNS]
+        if not captions and caption_column is None:
+            numbers = _columns_whose_cells(_is_number, path, each)
+            texts = [name for name in others if name.strip().lower() not in LABEL_COLUMNS and name not in numbers]
+            captions = texts if len(texts) == 1 else []
         if len(images) == len(captions) == 1:
             return _Format(images[0], captions[0], each)
         possible_captions = captions or (others if len(others) == 1 else [])
@@ -203,12 +205,19 @@ def _find_format(path: str, image_column: str | None, caption_column: str | None
     )
 
 
-def _columns_of_images(path: str, separator: str) -> list[str]:
-    """Return the columns whose first cells all end like the names of image files."""
-    with contextlib.suppress(ValueError):  # another separator fits
+def _columns_whose_cells(fit: Callable[[str], bool], path: str, separator: str) -> list[str]:
+    """Return the columns whose first cells all fit."""
+    with contextlib.suppress(ValueError):  # another separator is right
         table = _read(path, separator, FIRST_ROWS)
-        return [column for column in table if len(table) and all(map(is_image_file, table[column].str.strip()))]
+        return [column for column in table if len(table) and all(map(fit, table[column].str.strip()))]
     return []
+
+
+def _is_number(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        float(text)
+        return True
+    return False
 
 
 def _matching(header: Sequence[str], given: str | None, usual: str, known: Collection[str]) -> list[str]:
