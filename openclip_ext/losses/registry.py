@@ -203,7 +203,7 @@ def configured(name: str, options: Mapping[str, Any], steps: int = 0) -> Method:
     defaults = method.values()
     if unused := sorted(set(options) - set(defaults)):
         takes = ", ".join(f"{option}=" for option in sorted(defaults))
-        explained = _part_that_uses(method, unused) or f"which takes {takes}"
+        explained = _part_that_uses(method, options, unused) or f"which takes {takes}"
         found = ", ".join(f"{option}=" for option in unused)
         raise OptionError(unused[0], f"{found}: not used by the loss {_title(method)!r}, {explained}")
     # The defaults of an own METHOD may be wrong, too.
@@ -318,14 +318,20 @@ def _title(method: Method) -> str:
     )
 
 
-def _part_that_uses(method: Method, unused: list[str]) -> str:
+def _values_with(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of the form of a loss that the options choose, or nothing if there is no such form."""
+    with contextlib.suppress(OptionError):
+        return _with_parts(method, options).values()
+    return {}
+
+
+def _part_that_uses(method: Method, options: Mapping[str, Any], unused: list[str]) -> str:
     """Return a text with the parts with which a loss uses the ``unused`` options, or an empty text."""
     if not isinstance(method.composed or method, Composed):
         return ""
     for part in PARTS[::-1]:
-        usable = [
-            name for (kind, name), value in CHOICES.items() if kind == part and set(unused) <= value.values().keys()
-        ]
+        names = [name for kind, name in CHOICES if kind == part]
+        usable = [name for name in names if {*unused} <= _values_with(method, {**options, part: name}).keys()]
         if usable:
             others = f" (or {', '.join(usable[1:])})" if usable[1:] else ""
             return f"only with {part}={usable[0]}{others}"

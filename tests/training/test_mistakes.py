@@ -69,6 +69,7 @@ MISTAKES = [
     ("--loss no.module:METHOD", "No module named 'no'"),
     ("--loss .relative:METHOD", "such as relative:METHOD"),
     ("--loss neuclip --gamma 0.5", "only with --normalizer moving-average"),
+    ("--loss openclip --temperature-scheme global --rho 5", "only with --temperature-scheme solved"),
     ("--loss openclip --temperature 0.05", "only with --temperature-scheme constant"),
     ("--loss siglip --gamma 0.5", "--gamma: not used by the loss 'siglip', which takes"),
     ("--loss neuclip --loss-option prototyps=5", "no option 'prototyps'; did you mean prototypes?"),
