@@ -1,6 +1,7 @@
 """Find good checkpoints: of a run that resumes, or whose model is evaluated or exported."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from openclip_ext.checkpoint.format import LATEST, NAME, load_model_file, verify
@@ -13,7 +14,8 @@ logger = get_logger(__name__)
 def checkpoint_file(path: Path) -> Path:
     """Return a file of weights to load: ``path``, or the newest good checkpoint of the run folder ``path``.
 
-    Files with a ``.state`` folder are verified. Other files, such as ``best.pt`` or another program's, have no checksums.
+    Files with a ``.state`` folder are verified. Other files have no checksums: ``best.pt``, another program's, or a checkpoint
+    whose ``.state`` folder was deleted.
 
     Raises:
         UsageError: The file does not exist or is corrupt, or the folder contains no good checkpoint.
@@ -21,20 +23,24 @@ def checkpoint_file(path: Path) -> Path:
     if not path.exists():
         raise UsageError(f"checkpoint {path} not found: expected a file, or a run folder LOGS/NAME")
     if not path.is_dir():
-        if path.with_suffix(".state").is_dir():
-            verify(path)
+        _verify_with_state(path)
         return path
-    newest, _ = scan(path / "checkpoints")
+    newest, _ = scan(path / "checkpoints", _verify_with_state)
     if newest is None:
         raise UsageError(f"no checkpoint in {path}: expected a run folder LOGS/NAME with checkpoints/epoch_K.pt")
     return newest
 
 
-def scan(folder: Path) -> tuple[Path | None, frozenset[Path]]:
+def _verify_with_state(path: Path) -> None:
+    if path.with_suffix(".state").is_dir():
+        verify(path)
+
+
+def scan(folder: Path, check: Callable[[Path], None] = verify) -> tuple[Path | None, frozenset[Path]]:
     """Return the newest good checkpoint in a folder, if any, and the unreadable checkpoints. Log a warning for each of these.
 
-    Checkpoints that are older than the newest good one are not verified. Raise UsageError if the folder cannot be read, or if
-    it contains checkpoints and none of them can be read.
+    ``check`` raises UsageError for a bad checkpoint. Checkpoints that are older than the newest good one are not checked.
+    Raise UsageError if the folder cannot be read, or if it contains checkpoints and none of them can be read.
     """
     try:
         names = sorted(os.listdir(folder)) if folder.exists() else []
@@ -53,7 +59,7 @@ def scan(folder: Path) -> tuple[Path | None, frozenset[Path]]:
     newest = None
     for *_, path in sorted(candidates, reverse=True):
         try:
-            verify(path)
+            check(path)
             newest = path
             break
         except UsageError as error:

@@ -85,11 +85,14 @@ def table_file(rank_file: Path, table: str) -> Path:
     return rank_file.with_name(f"{rank_file.stem}.{table}.npy")
 
 
-def read(path: Path) -> Checkpoint:
-    """Read a checkpoint's model file and shared state. Raise UsageError if they are missing or unreadable."""
+def read(path: Path, needs_state: bool = True) -> Checkpoint:
+    """Read a checkpoint's model file and shared state. Raise UsageError if they are missing or unreadable.
+
+    If not ``needs_state``, a checkpoint without its ``.state`` folder is read like one that stock OpenCLIP wrote.
+    """
     model_file = load_model_file(path)
     folder = _state_folder(path, model_file)
-    if folder is None:
+    if folder is None or not (needs_state or path.with_suffix(".state").is_dir()):
         return Checkpoint(path, model_file, shared=None)
     shared = load(folder / "shared.pt")
     ranks = tuple(folder / f"rank_{rank:04d}.pt" for rank in range(shared["world_size"]))

@@ -21,6 +21,7 @@ from openclip_ext.cli import command_line
 from openclip_ext.cli.messages import echo
 from openclip_ext.data.loader.build import build_source
 from openclip_ext.data.reference import START
+from openclip_ext.data.shards.shard_source import ShardSource
 from openclip_ext.data.sources.source import BadDataError, BadSampleError, Source, decode_image
 from openclip_ext.diagnostics.meta_run import add_machine_flags, build_on_meta, run_to_plan
 from openclip_ext.diagnostics.plan import Plan
@@ -89,7 +90,8 @@ class Doctor:
         except BadSampleError as error:
             yield WARNING, f"data: the first sample is bad: {error}"
         else:
-            yield OK, f"data: {source.num_kept:,} samples, the manifest matches, the first caption is {caption[:60]!r}"
+            matches = "the manifest matches, " if isinstance(source, ShardSource) else ""
+            yield OK, f"data: {source.num_kept:,} samples, {matches}the first caption is {caption[:60]!r}"
         if source.known_bad()[0]:
             yield WARNING, "data: {:,} samples are bad: {}".format(*source.known_bad())
         if source.reference is not None:

@@ -32,7 +32,8 @@ def _described(name: str) -> Iterator[str]:
     yield f"  state:    {per_sample // (loss.num_samples or 1)} bytes per sample{networks}"
     yield "  cost:     openclip-ext plan predicts the memory; docs/scale.md reports the time"
     yield f"  trains:   {'the model and projection heads' if loss.model_head() is not None else 'only the model'}"
-    yield f"  flags that OpenCLIP does not have, with their defaults in training:\n\n{describe_options(name)}\n"
+    yield "  flags that OpenCLIP does not have, with their defaults (the log of a run has those that depend on its length):"
+    yield f"\n{describe_options(name)}\n"
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def export(checkpoint: Path, to: str, output: Path, interpolate: float = 1.0) ->
             f"{checkpoint} has heads of the kind {heads['kind']!r}, which neither OpenCLIP nor transformers supports: use "
             "another checkpoint"
         )
-    loaded = read(checkpoint)
+    loaded = read(checkpoint, needs_state=False)
     settings = training_model_config(config["flags"])
     opened = open_model(checkpoint, settings.name)
     model, tokenizer = opened.model, opened.tokenizer

@@ -47,11 +47,12 @@ def model_card(
     """
     flags, loss = config["flags"], config["loss"]
     identity = {} if checkpoint.shared is None else checkpoint.shared["identity"]
+    with_general = " (with those of --keep-data)" if flags.get("keep_data") else ""
     facts: dict[str, Any] = {
         "architecture": model_config(flags).file_name,
         "checkpoint": checkpoint.path.name,
         "weight of the trained weights in the interpolation": None if interpolate == 1 else interpolate,
-        "samples in the data set": identity.get("num_samples"),  # including excluded samples
+        f"samples in the data set{with_general}": identity.get("num_samples"),  # including excluded samples
         "global batch": identity.get("global_batch"),
         "completed epochs": checkpoint.position.epoch,
         "optimizer steps": None if checkpoint.shared is None else checkpoint.position.step,

@@ -146,6 +146,8 @@ def _train(plan: RunPlan, trainer: Trainer, folder: Path | None, start: Start) -
         trainer.fit(evaluate_first=is_due and lacks)
         lacks_mix = distributed.on_rank0(lambda: folder is not None and _lacks_mix(folder, plan.tuning.keep_at_least))
         mixes = _mix(plan, trainer, folder) if is_mixed and (has_steps_left or lacks_mix) else None
+        if is_mixed and mixes is None and not lacks_mix and folder is not None:
+            logger.info(f"The mix is already chosen. To score the mixes again, remove {folder / MIX_SCORES_FILE}.")
     finally:
         trainer.reporter.close()
     if folder is not None and distributed.is_rank0() and (has_steps_left or mixes is not None):

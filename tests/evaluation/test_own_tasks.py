@@ -111,6 +111,8 @@ def test_a_run_folder_or_its_checkpoint_is_the_model(photos, tiny_folder, tmp_pa
 
 def test_columns_of_a_table_are_given_for_a_model_without_a_run(evaluate, tmp_path):
     table = write_csv(tmp_path, rows=6, columns=("place", "words"))
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join(["remarks\t" + lines[0], *("none\t" + line for line in lines[1:])]))
     assert evaluate("--val-data", table)[0] == 1
     status, found = evaluate("--val-data", table, "--csv-img-key", "place", "--csv-caption-key", "words")
     assert status == 0 and found["val-data"]["samples"] == 6

@@ -24,6 +24,8 @@ from openclip_ext.export import __main__ as program
 from openclip_ext.export.__main__ import export, main
 from openclip_ext.export.clip_model import TOLERANCE
 from openclip_ext.model_configs import add_model_configs
+from openclip_ext.training.checkpoint.finding import find_start
+from openclip_ext.training.config import RunFolderConfig
 from openclip_ext.training.model import write_model_config
 from openclip_ext.training.runtime.run_folder import Settings, write_settings
 from tests.training.commands import plan_of
@@ -295,7 +297,7 @@ def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path,
         shared = (
             {"identity": {"global_batch": 8, "num_samples": 84}, "position": asdict(position)} if position else None
         )
-        monkeypatch.setattr("openclip_ext.export.__main__.read", lambda path: replace(read(path), shared=shared))
+        monkeypatch.setattr("openclip_ext.export.__main__.read", lambda path, **_: replace(read(path), shared=shared))
         output = tmp_path / f"exported-{position and position.step}"
         export(checkpoint, "safetensors", output)
         assert (output / "curves.png").exists()
@@ -316,6 +318,19 @@ def test_a_card_tells_of_the_checkpoint_and_not_of_the_rest_of_its_run(tmp_path,
     within = card(ckpt.Position(epoch=2, step=5, step_in_epoch=1))
     assert "At optimizer step 5:" in within and "R@1" not in within
     assert "| samples in the data set | 84 |" in within and "| global batch | 8 |" in within
+
+
+def test_weights_need_no_state_folder(tmp_path, capsys):
+    """Users delete ``epoch_K.state/`` of a finished run to save space. Only a resume needs it."""
+    checkpoint = make_run(tmp_path, "demo-vit")
+    torch.save(torch.load(checkpoint, weights_only=True) | {"step": 10}, checkpoint)
+    run = checkpoint.parents[1]
+    for number, given in enumerate((checkpoint, run)):
+        main([str(given), "--output", str(tmp_path / f"{number}")])
+    args = parse_args([str(run), "--data-dir", "d", "--workers", "1", "--device", "cpu"])
+    assert load_encoder(args, show_progress=False)[0].checkpoint == str(checkpoint)
+    with pytest.raises(UsageError, match=r"the state of .* is incomplete"):
+        find_start(str(checkpoint), RunFolderConfig(tmp_path, "run"))
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):

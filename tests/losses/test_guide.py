@@ -29,7 +29,7 @@ def test_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Pat
         done = subprocess.run([sys.executable, "-m", *arguments], cwd=tmp_path, env=environment, **output)
         return done.returncode, done.stdout
 
-    for folder in ("openclip_ext", "tests", "eval"):
+    for folder in ("openclip_ext", "tests", "eval", "examples"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     appended = dict(AT_THE_END.findall(GUIDE))
@@ -62,8 +62,9 @@ def test_the_guide_adds_four_losses_and_one_outside_of_the_package(tmp_path: Pat
     status, golden = python("tests.golden.test_golden", *LOSSES)
     assert status == 0, golden
     chosen = " or ".join(["test_every_loss_is_tested", "sharedclip", *LOSSES])
-    references = ["tests/losses/test_bilinear.py", "tests/losses/test_against_references.py"]
-    status, green = python("pytest", "-q", guard, *references, "-k", chosen)
+    names = ("against_references", "bilinear", "learning", "registry")
+    tests = [f"tests/losses/test_{name}.py" for name in names]
+    status, green = python("pytest", "-q", *tests, guard, "-k", chosen)
     assert status == 0, green
 
     smoke, resumed = (python(*command.split()) for command in COMMANDS.findall(GUIDE.replace("\\\n", " ")))

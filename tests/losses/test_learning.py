@@ -48,6 +48,8 @@ def _train(name: str, options: dict[str, Any]) -> tuple[float, float, dict[str, 
     torch.manual_seed(0)
     images, texts = _pairs()
     loss = create_loss(name, embed_dim=WIDTH, num_samples=SAMPLES, **options)
+    if loss.views == 1 and (head := loss.model_head()) is not None and not head.evaluated:
+        pytest.skip("without the loss's head, the encoders need not match pairs")
     model = TwoTowers(24, WIDTH, loss.initial_logit_scale, loss.initial_logit_bias)
     model.logit_scale.requires_grad_(loss.learns_logit_scale)
     head = loss.model_head()

@@ -158,7 +158,7 @@ def _cell(values: Mapping[Any, float], first: Mapping[Any, float]) -> str:
         text += f" ± {statistics.stdev(values.values()):.2g}"
     if values is first or not first:
         return with_minus(text)
-    text += f", {mean - statistics.fmean(first.values()):+.3g}"
+    text += f", {round(mean - statistics.fmean(first.values()), 9):+.3g}"
     # Without seeds, the keys are numbers of repeats, such as "repeat 0". Repeats with equal numbers are not pairs.
     has_seeds = not any(isinstance(seed, str) for seed in values)
     if len(values) > 1 and has_seeds and values.keys() == first.keys():
