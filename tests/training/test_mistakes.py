@@ -310,6 +310,7 @@ BEFORE_THE_MODEL = [
     ("openclip", "--val-classes nothing", "--val-classes & nothing & images per class"),
     ("openclip", "--keep-tasks nothing", "--keep-tasks & nothing"),
     ("openclip", "--keep-tasks a/val::b/val", "--keep-tasks & a/val & b/val"),
+    ("openclip", "--train-data a.tar::b.csv", "'::' needs webdataset shards & csv"),
     ("openclip", "--keep-share 0.5", "--keep-share & --keep-data"),
     ("openclip", "--keep-at-least 0.5", "--keep-at-least & --keep-data"),
     ("queueclip", "--keep-data SHARDS --reference store", "--keep-data & --no-steer"),

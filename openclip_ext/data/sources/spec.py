@@ -115,6 +115,7 @@ class DataSpec:
     def check_type(self) -> None:
         """Raise ValueError for options that this data set does not support."""
         needs_shards = {
+            "a source joined by '::'": "::" in str(self.source) and not os.path.exists(str(self.source)),
             "--dataset-resampled": self.resampled,
             "--single-source-batches": self.single_source,
             "--json-text-key-probs": bool(self.caption_weights),
