@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from openclip_ext import compat, distributed
-from openclip_ext.cli.errors import UsageError
+from openclip_ext.cli.errors import UsageError, one_line
 from openclip_ext.cli.messages import get_logger
 from openclip_ext.contrastive import checks
 from openclip_ext.contrastive.batch import LocalBatch
@@ -282,7 +282,8 @@ class ContrastiveLoss(nn.Module):
             self.load_replicated_state(replicated)
         except (RuntimeError, ValueError) as error:
             raise UsageError(
-                f"{source} has the state of a loss with different options ({error}). Resume with the options of the saved run"
+                f"{source} has the state of a loss with different options ({one_line(error)}). Resume with the options of "
+                "the saved run"
             ) from error
         for name, table in own.items():
             restore_table(table, tables[name], source)

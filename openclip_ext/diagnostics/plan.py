@@ -52,7 +52,8 @@ class Plan:
         self.of_sample = loss.state_size().per_sample // (loss.num_samples or 1)
         self.embed_dim = compat.embedding_dim(run.model.name, model)
         reference = trainer.loader.source.reference
-        options = loss_options(run.loss, trainer.steps_per_epoch * run.length.epochs, reference=reference)
+        steps = trainer.steps_per_epoch * run.length.epochs
+        options = loss_options(run.loss, steps, run.model.is_pretrained, reference)
         self._fit_every = options.get("fit_every", 1)  # AmorLIP communicates more in some steps
         self._assumed = {name: value for name, value in _OPENCLIP_OPTIONS.items() if name in options}
         options |= self._assumed
@@ -106,6 +107,8 @@ class Plan:
         yield f"{run.loss.name}, {run.model.file_name}, {sizes}"
         if self._assumed:
             yield "with --local-loss --gather-with-grad; without these flags, each rank stores a full B x B matrix"
+        if run.parallel.fsdp:
+            yield "without --fsdp, with which a GPU needs less memory"
         checkpointing = "with" if run.model.grad_checkpointing else "without"
         in_all = f"{_gib(self.samples * self.of_sample)} GiB in all, {self.of_sample} bytes each"
         parts = {

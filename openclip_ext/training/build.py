@@ -18,6 +18,7 @@ from openclip_ext.contrastive.similarities import chunk_bytes
 from openclip_ext.data.loader.build import build_loader, build_source
 from openclip_ext.data.reference import START, EmbeddingStore
 from openclip_ext.data.sources.source import Source
+from openclip_ext.losses import registry
 from openclip_ext.training import model as models
 from openclip_ext.training import parallel
 from openclip_ext.training.checkpoint import restoring, saving
@@ -65,7 +66,7 @@ def build(
     reference = source.reference
     steps_per_epoch = loader.batches_per_epoch // plan.length.accum_freq
     steps = steps_per_epoch * plan.length.epochs
-    options = models.loss_options(plan.loss, steps, bool(weights), reference)
+    options = models.loss_options(plan.loss, steps, plan.model.is_pretrained, reference)
     loss = models.build_loss(plan.loss, plan.model.name, built.model, loader.num_samples, device, reference, options)
     check_combination(plan, loss, plan.world_size, compat.is_captioner(built.model))
     models.initialize(built.model, loss, weights, is_fresh=start.checkpoint is None)
@@ -232,7 +233,9 @@ def _log_settings(
     of_reference: str | None,
 ) -> None:
     """Log the loss's defaults, and warn about settings that are probably a mistake."""
-    if defaults := dict(options.items() - plan.loss.options.items()):
+    usual = registry.run_defaults(plan.loss.name, plan.loss.given) | dict(plan.loss.given)
+    of_run = {name: plan.flags[name] for name in options if name in plan.flags}
+    if defaults := dict(options.items() - usual.items() - of_run.items()):
         logger.info(f"Defaults of the loss in this run: {defaults}.")
     if steps_left <= 0:
         logger.info("Nothing is left to train: the checkpoint is at its last epoch. To continue, raise --epochs.")

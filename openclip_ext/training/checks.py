@@ -265,7 +265,7 @@ def _check_evaluation(config: EvaluationConfig) -> None:
         from openclip_ext.training.validation import kept_task
 
         try:
-            name = kept_task(path).name
+            name = kept_task(path).task.name
         except ValueError as error:
             raise UsageError(f"--keep-tasks: {error}") from error
         if name in names:  # one score would replace the other

@@ -122,6 +122,11 @@ class ModelConfig:
         return self.pretrained or self.own_weights
 
     @property
+    def is_pretrained(self) -> bool:
+        """Whether the model has initial weights. A model of a hub has some, which may not be downloaded yet."""
+        return bool(self.pretrained) or self.name.startswith("hf-hub:") or self.own_weights is not None
+
+    @property
     def own_weights(self) -> str | None:
         """File of the weights that belong to ``--model``; None if it has none."""
         return compat.hub_weights(self.name, self.cache_dir)
@@ -450,7 +455,8 @@ class RunPlan:
     )
     dry_run: bool = cli_field(
         False,
-        "take two steps with captions of full length, print their time and memory, and write nothing",
+        "take two steps with captions of full length, print their time and memory, and write nothing but the "
+        "manifest of new shards",
         needs="train_data",
     )
     resume: str | None = cli_field(None)

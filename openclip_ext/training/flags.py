@@ -142,7 +142,9 @@ def _configured(
     if not args.pretrained and ":" not in args.model:
         raise UsageError(f"--config {args.config} starts from a pretrained model: give --pretrained, a tag or a file")
     has_loss = parsing.chosen(argv, "--loss") is not None or args.siglip
-    loss = [] if has_loss else configuration.loss_argv(args.model, args.pretrained)
+    options = parsing.take_loss_options({**vars(args)})
+    parts = {name: options[name] for name in (*PARTS, "views") if name in options}
+    loss = configuration.loss_argv(args.model, args.pretrained, args.loss if has_loss else None, **parts)
     # argparse keeps existing values of flags that are not given.
     given = parser.parse_args([*argv], argparse.Namespace(**dict.fromkeys(configuration.sized())))
     args = _parsed(parser, [*loss, *configuration.argv(), *argv])

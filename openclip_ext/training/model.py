@@ -156,7 +156,7 @@ def _locking(model: nn.Module, flag: str, tower: str) -> Iterator[None]:
 
 
 def loss_options(
-    config: LossConfig, steps: int, pretrained: bool = False, reference: EmbeddingStore | None = None
+    config: LossConfig, steps: int, pretrained: bool, reference: EmbeddingStore | None = None
 ) -> dict[str, Any]:
     """Return all options of the loss, with :func:`registry.run_defaults` for options that were not given.
 

@@ -13,7 +13,7 @@ from openclip_ext.data.loader.build import number_of_pairs
 from openclip_ext.data.loader.config import KeepConfig, TrainLoaderConfig
 from openclip_ext.data.sources.spec import DataSpec
 from openclip_ext.losses import registry
-from openclip_ext.losses.options import OPTIONS
+from openclip_ext.losses.options import OPTIONS, PARTS
 from openclip_ext.training.config import (
     Config,
     EvaluationConfig,
@@ -94,12 +94,13 @@ def resolve(
         log_local_rank=flags["local_rank"] if flags["log_local"] else None,
         rank=flags["rank"],
     )
-    loss, parallel = _loss(config, flags), from_flags(ParallelConfig, flags)
+    model, parallel = model_config(flags), from_flags(ParallelConfig, flags)
+    loss = _loss(config, flags, model.is_pretrained)
     has_data = flags["train_data"] or flags["dataset_type"] == "synthetic"
     return from_flags(
         RunPlan,
         flags,
-        model=model_config(flags),
+        model=model,
         data=from_flags(DataSpec, flags) if has_data else None,
         keep=from_flags(KeepConfig, flags),
         loading=_loading(flags, loss, parallel),
@@ -136,11 +137,13 @@ def _shared_batch(flags: Mapping[str, Any]) -> dict[str, int]:
     raise UsageError(f"--global-batch {total}: expected a multiple of the number of processes, {world_size}")
 
 
-def _loss(config: Config, flags: Mapping[str, Any]) -> LossConfig:
+def _loss(config: Config, flags: Mapping[str, Any], is_pretrained: bool) -> LossConfig:
     """Return the loss with all its options: given options, else OpenCLIP's flags, else defaults."""
     try:
-        registry.check_options(config.loss, **config.loss_options)
-        used = registry.options_used_by(config.loss, **config.loss_options)
+        defaults = registry.run_defaults(config.loss, config.loss_options, pretrained=is_pretrained)
+        parts = {name: defaults[name] for name in PARTS if name in defaults}
+        registry.check_options(config.loss, **parts | dict(config.loss_options))
+        used = registry.options_used_by(config.loss, **parts | dict(config.loss_options))
     except OptionError as error:
         raise UsageError(with_flags(str(error), OPTIONS)) from error
     of_run = {name: flags[name] for name, option in OPTIONS.items() if option.openclip_flag}

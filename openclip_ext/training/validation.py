@@ -250,9 +250,8 @@ def kept_task(path: str) -> OwnTask:
     from openclip_ext.evaluation.open_tasks import own_task
 
     task = own_task(path)
-    return OwnTask(
-        task, task.name, f"kept {task.name}", f"--keep-tasks {task.name}", f"{KEPT}{task.name}", is_own=False
-    )
+    name = f"{KEPT}{task.name}"  # the user's name may be that of another score, such as "classes"
+    return OwnTask(task, name, f"kept {task.name}", f"--keep-tasks {task.name}", name, is_own=False)
 
 
 def class_task(spec: DataSpec) -> "Classification":

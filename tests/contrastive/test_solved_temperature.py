@@ -86,4 +86,4 @@ def test_the_initial_temperature_depends_on_the_length_of_the_run(
     more: list[str], steps: int, start: float | None
 ) -> None:
     config = plan_of("--loss", "queueclip", *more).loss
-    assert loss_options(config, steps)["temperature"] == start
+    assert loss_options(config, steps, pretrained=False)["temperature"] == start

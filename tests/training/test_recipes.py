@@ -36,7 +36,7 @@ def test_a_recipe_has_sources_and_the_papers_budget_and_is_taken_by_the_command_
 
 @pytest.mark.parametrize("name", list_losses())
 def test_the_training_program_and_create_loss_have_the_same_defaults(name):
-    of_program = loss_options(plan_of("--loss", name).loss, 10)
+    of_program = loss_options(plan_of("--loss", name).loss, 10, pretrained=False)
     of_run = {"epochs": of_program["epochs"]} if "epochs" in of_program else {}
     assert of_program == options_used_by(name) | of_run
 

@@ -26,18 +26,24 @@ class Configuration:
     about: str
     flags: Mapping[str, Any]
     loss: str
-    loss_flags: Mapping[str, Any]  # of ``loss``
+    loss_flags: Mapping[str, Any]  # of losses that take them, not for CoCa models
     siglip_loss: str  # for a model that was trained with a bias
     coca_loss: str  # for a model that also generates captions
     by_pairs: tuple[Mapping[str, Any], ...]
     source: Mapping[str, str]  # where each value comes from
 
-    def loss_argv(self, model: str, pretrained: str | None) -> list[str]:
-        """Return the loss for values of ``--model`` and ``--pretrained``, and the loss's flags, as arguments."""
-        if kind := _own_kind(model, pretrained):
-            return ["--loss", {"siglip": self.siglip_loss, "coca": self.coca_loss}[kind]]
-        flags = (word for flag, value in self.loss_flags.items() for word in as_words(f"--{flag}", value))
-        return ["--loss", self.loss, *flags]
+    def loss_argv(self, model: str, pretrained: str | None, loss: str | None = None, **parts: Any) -> list[str]:
+        """Return the loss for values of ``--model`` and ``--pretrained``, and the loss's flags, as arguments.
+
+        ``loss`` is the loss that the user chose, and ``parts`` are its parts. None (default) means the configuration's loss.
+        """
+        from openclip_ext.losses import registry  # imported late, because it imports torch
+
+        kind = _own_kind(model, pretrained)
+        loss = loss or {"siglip": self.siglip_loss, "coca": self.coca_loss}.get(kind or "", self.loss)
+        taken = set() if kind == "coca" else registry.options_used_by(loss, **parts).keys()
+        flags = {flag: value for flag, value in self.loss_flags.items() if flag.replace("-", "_") in taken}
+        return ["--loss", loss, *(word for flag, value in flags.items() for word in as_words(f"--{flag}", value))]
 
     def argv(self) -> list[str]:
         """Return the flags as arguments, without the loss. Later arguments override these. Sizes are those of few pairs."""
