@@ -84,6 +84,9 @@ OTHERS = (
     Pairing("100,000 icons, 64, 1", _ICONS_100K, 64, 1, _constant(0.02), _solved(0.07), _SIX),
 )
 
+# A model with five times the weights, in a table of its own.
+LARGER = Pairing("128, 16", _ICONS, 128, 16, _LEARNED, _solved(0.07), range(3), "demo-resnet26")
+
 _ICONS_PAIRS = 11_000
 _EQUAL_EPOCHS = 16
 # The figure of equal epochs: batches from small to large.
