@@ -25,7 +25,8 @@ def _described(name: str) -> Iterator[str]:
     loss = check_options(name, **options)
     yield f"{name}: {SUMMARIES.get(name, '')}".rstrip(": ")
     parts = [f"{part.replace('_', ' ')} {options[part]}" for part in PARTS if part in options]
-    yield f"  parts:    {', '.join(parts) or 'none'}"
+    other = " (--normalizer or --temperature-scheme give it parts)" if find_method(name).composed is not None else ""
+    yield f"  parts:    {', '.join(parts) or 'none'}{other}"
     yield f"  index:    {'needed for each sample' if loss.needs_index else 'not needed'}"
     replicated, per_sample = loss.state_size()
     networks = ", and prototypes or networks" if replicated > loss.get_extra_state().nbytes else ""
