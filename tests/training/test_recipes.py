@@ -47,6 +47,18 @@ def test_a_pretrained_model_keeps_a_learned_temperature():
         assert options["temperature_scheme"] == scheme and options["verify_fit"]
 
 
+def test_a_pretrained_model_takes_the_flags_of_a_learned_temperature():
+    loss = plan_of("--loss", "neuclip", "--pretrained", "start.pt", "--lr-tau", "1e-3", "--epochs", "3").loss
+    options = loss_options(loss, 10, pretrained=True)
+    assert (options["temperature_scheme"], options["lr_tau"], options["epochs"]) == ("global", 1e-3, 3)
+    with pytest.raises(ValueError, match="--lr-tau: not used by the loss 'neuclip'"):
+        plan_of("--loss", "neuclip", "--lr-tau", "1e-3")
+    with pytest.raises(
+        ValueError, match=r"--temperature-queue: not used .*global', only with --temperature-scheme solved"
+    ):
+        plan_of("--loss", "neuclip", "--pretrained", "start.pt", "--temperature-queue", "512")
+
+
 def test_listing_recipes_needs_no_torch():
     code = (
         "import runpy, sys; sys.argv = ['recipes', 'cc3m', 'amorlip'];"
