@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from openclip_ext.checkpoint.format import LATEST, NAME, load_model_file, verify
+from openclip_ext.checkpoint.format import LATEST, NAME, has_state, load_model_file, verify
 from openclip_ext.cli.errors import UsageError
 from openclip_ext.cli.messages import get_logger
 
@@ -32,7 +32,7 @@ def checkpoint_file(path: Path) -> Path:
 
 
 def _verify_with_state(path: Path) -> None:
-    if path.with_suffix(".state").is_dir():
+    if has_state(path):
         verify(path)
 
 

@@ -85,6 +85,11 @@ def table_file(rank_file: Path, table: str) -> Path:
     return rank_file.with_name(f"{rank_file.stem}.{table}.npy")
 
 
+def has_state(path: Path) -> bool:
+    """Return whether a checkpoint's model file has a ``.state`` folder next to it."""
+    return path.with_suffix(".state").is_dir()
+
+
 def read(path: Path, needs_state: bool = True) -> Checkpoint:
     """Read a checkpoint's model file and shared state. Raise UsageError if they are missing or unreadable.
 
@@ -92,7 +97,7 @@ def read(path: Path, needs_state: bool = True) -> Checkpoint:
     """
     model_file = load_model_file(path)
     folder = _state_folder(path, model_file)
-    if folder is None or not (needs_state or path.with_suffix(".state").is_dir()):
+    if folder is None or not (needs_state or has_state(path)):
         return Checkpoint(path, model_file, shared=None)
     shared = load(folder / "shared.pt")
     ranks = tuple(folder / f"rank_{rank:04d}.pt" for rank in range(shared["world_size"]))

@@ -140,10 +140,9 @@ def _shared_batch(flags: Mapping[str, Any]) -> dict[str, int]:
 def _loss(config: Config, flags: Mapping[str, Any], is_pretrained: bool) -> LossConfig:
     """Return the loss with all its options: given options, else OpenCLIP's flags, else defaults."""
     try:
-        defaults = registry.run_defaults(config.loss, config.loss_options, pretrained=is_pretrained)
-        parts = {name: defaults[name] for name in PARTS if name in defaults}
+        used = registry.run_defaults(config.loss, config.loss_options, pretrained=is_pretrained)
+        parts = {name: used[name] for name in PARTS if name in used}
         registry.check_options(config.loss, **parts | dict(config.loss_options))
-        used = registry.options_used_by(config.loss, **parts | dict(config.loss_options))
     except OptionError as error:
         raise UsageError(with_flags(str(error), OPTIONS)) from error
     of_run = {name: flags[name] for name, option in OPTIONS.items() if option.openclip_flag}

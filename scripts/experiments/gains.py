@@ -85,7 +85,7 @@ OTHERS = (
 )
 
 # A model with five times the weights, in a table of its own.
-LARGER = Pairing("128, 16", _ICONS, 128, 16, _LEARNED, _solved(0.07), range(3), "demo-resnet26")
+LARGER = Pairing("`demo-resnet26`: 128, 16", _ICONS, 128, 16, _LEARNED, _solved(0.07), range(3), "demo-resnet26")
 
 _ICONS_PAIRS = 11_000
 _EQUAL_EPOCHS = 16
@@ -200,7 +200,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--curve", type=output_path, help="PNG file for the figure of equal epochs")
     args = parser.parse_args(argv)
     rows = [row for path in args.rows for row in read_results(path).values()]
-    print(table(gain(pairing, rows) for pairing in BATCHES))
+    print(table(gain(pairing, rows) for pairing in (*BATCHES, LARGER)))
     if args.figure:
         draw([gain(pairing, rows) for pairing in (*BATCHES, *OTHERS)], args.figure)
     if args.curve:
